@@ -1,0 +1,70 @@
+# One command for each job, on a machine with make and Python 3.10 to 3.13.
+# No GPU and no CUDA toolkit is needed: compiling uses the NVRTC wheel, running falls back to NumPy.
+#
+#   make demo CUDA=13         the CUDA 13 wheels in place of those for CUDA 12
+#   make venv PYTHON=python3.12   (PYTHON counts when .venv is made)
+#   make test ARGS="-k mapping"
+
+PYTHON ?= python3
+CUDA ?= 12
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.cuda$(CUDA)-installed
+CUDA_SOURCES = $(shell find kernels_cu -name '*.cu' -o -name '*.cuh')
+
+ifeq ($(filter $(CUDA),12 13),)
+$(error CUDA=$(CUDA): expected 12 or 13)
+endif
+
+.PHONY: help venv demo test test-all check format clean
+
+help:
+	@echo "make demo      attention on real video frames under a real mask; writes demo.png"
+	@echo "make test      the tests; those for a GPU run where there is one (ARGS=... for pytest)"
+	@echo "make test-all  the same, and the whole kernel catalog compiled for every architecture"
+	@echo "make check     formatting, lint and types"
+	@echo "make format    let the formatters rewrite the sources"
+	@echo "make venv      create .venv and install everything (the others do this when needed)"
+	@echo "make clean     remove what these commands wrote, except .venv"
+
+venv: $(STAMP)
+
+# The two CuPy wheels cannot share an environment, so a change of CUDA starts a new one.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "$(PYTHON) is not Python 3.10 to 3.13. Fix: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make virtual environments. Fix: install its venv package (Debian: apt-get install python3-venv)"; exit 1; }
+	@if [ ! -x $(BIN)/python ] || [ -n "$(filter-out $(STAMP),$(wildcard $(VENV)/.cuda*-installed))" ]; then \
+	  echo "Creating $(VENV) with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv --clear $(VENV); \
+	fi
+	@echo "Installing tessera-cupy and its tools for CUDA $(CUDA) in $(VENV) (a few hundred MB the first time)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[cuda$(CUDA),demo,notebooks,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/tessera-cupy demo --out demo.png $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "" $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CUDA_SOURCES)
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CUDA_SOURCES)
+
+clean:
+	rm -rf build dist demo.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,670 @@
+// Block-sparse attention forward with mma.sync, for every GPU since Ampere.
+//
+//   O[r] = sum_c P[r, c] V[c] / sum_c P[r, c],   P[r, c] = exp(scale * Q[r] . K[c])
+//   over the key rows c that the tile's fragments list for row r; LSE[r] = ln sum_c P[r, c].
+//
+// One CTA takes one task: kTileQ query rows (any number up to that is valid) and a range of
+// steps. A step is kTileKV columns filled from fragments: KV rows that lie anywhere, each copied
+// by 16-byte cp.async from its own address, so a fragment may have any length down to one row.
+//
+// Roles: all kWarps warps copy; warp w multiplies rows [w * 16 kRowTiles, (w + 1) * 16 kRowTiles).
+// A warp skips the products of a step that none of its rows is a member of, and runs no mask
+// code on a step that all of its rows attend to in full.
+//
+// Shared memory, rows of kHeadDim elements with 16-byte chunks XOR-swizzled by row:
+//   Q  kTileQ * kHeadDim * 2 bytes (the O tile on the way out); shared with V when Q moves to
+//      registers
+//   V  kStages * kTileKV * kHeadDim * 2
+//   K  kStages * kTileKV * kHeadDim * 2
+//   step tables (2 kStages): source row of each column, membership of each 8 columns
+// kStages = 1: V arrives during QK, the next K during the softmax and PV; two barriers a step.
+// kStages = 2: the next K and V arrive during the whole step; one barrier.
+//
+// The row maximum is a reference that trails the true one by at most 2^kLag: O is rescaled only
+// when some row of the warp outgrows it, and the common step needs no shuffle at all. The quotient
+// is unchanged, since numerator and denominator use the same reference.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/types.cuh"
+
+namespace tessera {
+
+template <typename T_, int kHeadDim_, int kTileQ_, int kTileKV_, int kWarps_, int kStages_,
+          bool kBits_>
+struct AttendConfig {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kTileQ = kTileQ_;
+  static constexpr int kTileKV = kTileKV_;
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kStages = kStages_;
+  static constexpr bool kBits = kBits_;
+
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kRowTiles = kTileQ / (16 * kWarps);  // 16-row tiles of one warp
+  static constexpr int kColTiles = kTileKV / 8;             // 8-column tiles of S
+  static constexpr int kDimSteps = kHeadDim / 16;
+  static constexpr int kChunks = kHeadDim / 8;  // 16-byte chunks of a row
+  static constexpr int kRowBytes = kHeadDim * 2;
+  static constexpr int kTables = 2 * kStages;  // a power of two, at least kStages + 1
+  // Q fragments live in registers where they fit beside O and S.
+  static constexpr bool kQInRegisters = kRowTiles == 1 && kHeadDim <= 128;
+
+  static constexpr float kLag = 8.0f;  // log2 units by which a reference may trail its row
+
+  static constexpr int kQBytes = kTileQ * kRowBytes;
+  static constexpr int kKVBytes = kTileKV * kRowBytes;
+  // Q that has moved to registers leaves its place to V, which comes later.
+  static constexpr bool kQSharesV = kQInRegisters && kStages == 1 && kQBytes <= kKVBytes;
+  static constexpr int kVOffset = kQSharesV ? 0 : kQBytes;
+  static constexpr int kKOffset = kVOffset + kStages * kKVBytes;
+  static constexpr int kTileBytes = kKOffset + kStages * kKVBytes;
+
+  static_assert(is_same<T, half_t> || is_same<T, bf16_t>, "T is half_t or bf16_t");
+  static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "kHeadDim is a multiple of 32, at most 256");
+  static_assert(kTileQ % (16 * kWarps) == 0, "each warp takes whole 16-row tiles");
+  static_assert(kRowTiles == 1 || kRowTiles == 2, "a warp takes 16 or 32 rows");
+  static_assert(kTileQ <= 192, "a fragment has 24 membership bits of 8 rows");
+  static_assert(kTileKV % 16 == 0 && kTileKV <= kThreads, "one thread fills one table column");
+  static_assert(kColTiles <= 32, "one lane reads the membership of one 8-column tile");
+  static_assert(kStages == 1 || kStages == 2, "one or two stages");
+  static_assert((kTileKV * kChunks) % kThreads == 0 && (kTileQ * kChunks) % kThreads == 0,
+                "copies have no remainder");
+};
+
+// What a step's columns are: source row (or -1) of each, membership and bits of each 8 columns.
+template <typename C>
+struct alignas(16) StepTable {
+  i32 row[C::kTileKV];
+  u32 group[C::kColTiles];                        // valid columns << 24 | members
+  i32 group_bits[C::kBits ? C::kColTiles : 1];    // index into bits, or -1
+  i32 group_column[C::kBits ? C::kColTiles : 1];  // first column inside the fragment
+};
+
+// What the copies need of the task. It lives in shared memory because the products need every
+// register, and one read a step costs nothing.
+struct CopyState {
+  const u16* k;
+  const u16* v;
+  const Fragment* frags;  // of the tile
+  const i32* frag_bits;
+  i32 frag_count;
+  i32 first_step;
+  i32 direction;  // 1, or -1 when the steps are walked backwards
+};
+
+template <typename C>
+struct SharedStorage {
+  alignas(1024) u8 tiles[C::kTileBytes];  // Q, V, K
+  StepTable<C> table[C::kTables];
+  alignas(16) Fragment fragment[2][C::kTileKV];
+  i32 fragment_bits[2][C::kBits ? C::kTileKV : 1];
+  CopyState copy;
+  u32 members[C::kWarps];  // of each warp's row groups, the bits that exist
+};
+
+// Byte offset of a 16-byte chunk. Eight rows at one chunk fall into eight different bank groups.
+template <typename C>
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  if constexpr (C::kChunks % 8 == 0) {
+    return row * C::kRowBytes + ((chunk ^ (row & 7)) << 4);
+  } else {
+    return row * C::kRowBytes + ((chunk ^ ((row >> 1) & 3)) << 4);
+  }
+}
+
+// The lane's part of a fragment address, and the rest as a compile-time chunk pair 2 * step: the
+// XOR then costs one instruction, or none, and row blocks become immediate offsets.
+template <typename C>
+struct FragmentAddress {
+  u32 even;
+  u32 odd;
+
+  __device__ __forceinline__ FragmentAddress(u32 tile, int row, int half)
+      : even(tile + swizzled<C>(row, half)), odd(tile + swizzled<C>(row, 2 + half)) {}
+
+  __device__ __forceinline__ u32 at(int row_block, int step) const {
+    const int offset = row_block * 16 * C::kRowBytes;
+    if constexpr (C::kChunks % 8 == 0) {
+      return (even ^ ((2 * step & 7) << 4)) + (2 * step & ~7) * 16 + offset;
+    } else {
+      return ((step & 1) ? odd : even) + (step >> 1) * 64 + offset;
+    }
+  }
+};
+
+template <typename C>
+struct Attend {
+  using T = typename C::T;
+
+  const AttendParams& p;
+  SharedStorage<C>& smem;
+  const int thread = threadIdx.x;
+  const int lane = threadIdx.x & 31;
+  const int warp = threadIdx.x >> 5;
+
+  // Row `row` of query head `head` (batch * q_heads + head).
+  __device__ __forceinline__ const u16* row_pointer(const void* base, const Strides& stride,
+                                                    int head, int row) const {
+    return static_cast<const u16*>(base) + (head / p.q_heads) * stride.batch +
+           (head % p.q_heads) * stride.head + row * stride.row;
+  }
+
+  // Starts the copy of the i-th step's fragments; past the end they become empty ones.
+  __device__ __forceinline__ void fetch_fragments(int i, int steps) const {
+    const int count = C::kTileKV >> p.slot_log2;
+    if (thread >= count) return;
+    const int index = (smem.copy.first_step + i * smem.copy.direction) * count + thread;
+    const bool valid = i < steps && index < smem.copy.frag_count;
+    const int source = valid ? index : 0;
+    cp_async8(smem_address(&smem.fragment[i % 2][thread]), smem.copy.frags + source, valid);
+    if constexpr (C::kBits) {
+      cp_async4(smem_address(&smem.fragment_bits[i % 2][thread]), smem.copy.frag_bits + source,
+                valid);
+    }
+  }
+
+  // Turns the i-th step's fragments, which have landed, into its table.
+  __device__ __forceinline__ void write_table(int i) const {
+    if (thread >= C::kTileKV) return;
+    StepTable<C>& table = smem.table[i % C::kTables];
+    const Fragment fragment = smem.fragment[i % 2][thread >> p.slot_log2];
+    const int column = thread & ((1 << p.slot_log2) - 1);
+    const int length = fragment.info >> 24;
+    const u32 members = fragment.info & 0xffffffu;
+    // A fragment with no members is not loaded: its columns are zeros.
+    table.row[thread] = members != 0 && column < length ? fragment.start + column : -1;
+    if ((thread & 7) == 0) {
+      const int valid = min(max(length - column, 0), 8);
+      table.group[thread >> 3] = (static_cast<u32>(valid) << 24) | members;
+      if constexpr (C::kBits) {
+        const i32 bits = smem.fragment_bits[i % 2][thread >> p.slot_log2];
+        table.group_bits[thread >> 3] = length > 0 ? bits : -1;
+        table.group_column[thread >> 3] = column;
+      }
+    }
+  }
+
+  // Copies rows of a tensor into a swizzled tile; `rows_of(i)` gives the source rows of tile rows
+  // i to i + 3, or negative. Rows that are not there, and the tail of the head dim, become zeros.
+  template <int kRows, typename RowsOf>
+  __device__ __forceinline__ void copy_rows(u8* tile, const u16* base, i64 row_stride,
+                                            RowsOf rows_of) const {
+    // A thread takes one 16-byte chunk of kRun neighbouring rows; their numbers are read at once.
+    constexpr int kRun = kRows * C::kChunks / C::kThreads;
+    const u32 target = smem_address(tile);
+    const u32 row_bytes = static_cast<u32>(row_stride) * 2u;
+    if constexpr (C::kThreads % C::kChunks == 0 && kRun % 4 == 0) {
+      const int chunk = static_cast<u32>(thread) % C::kChunks;
+      const int row0 = static_cast<u32>(thread) / C::kChunks * kRun;
+      copy_run<kRun>(target, reinterpret_cast<u64>(base + chunk * 8), row_bytes, row0, chunk,
+                     rows_of);
+    } else {
+      constexpr u32 kRuns = kRows / 4 * C::kChunks;
+#pragma unroll 1
+      for (u32 index = thread; index < kRuns; index += C::kThreads) {
+        const int chunk = index % C::kChunks;
+        copy_run<4>(target, reinterpret_cast<u64>(base + chunk * 8), row_bytes,
+                    index / C::kChunks * 4, chunk, rows_of);
+      }
+    }
+  }
+
+  template <int kRun, typename RowsOf>
+  __device__ __forceinline__ void copy_run(u32 target, u64 from, u32 row_bytes, int row0, int chunk,
+                                           RowsOf rows_of) const {
+    // Rows at or below this are not there: all of them, where the chunk is past the head dim.
+    const int absent = chunk * 8 < p.head_dim ? -1 : 0x7fffffff;
+#pragma unroll
+    for (int i = 0; i < kRun; i += 4) {
+      const int4 rows = rows_of(row0 + i);
+      const int row[4] = {rows.x, rows.y, rows.z, rows.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        cp_async16(target + swizzled<C>(row0 + i + j, chunk), mad_wide(row[j], row_bytes, from),
+                   row[j] > absent);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_kv(u8* tile, const u16* base, i64 row_stride,
+                                          const StepTable<C>& table) const {
+    copy_rows<C::kTileKV>(tile, base, row_stride, [&](int column) {
+      return *reinterpret_cast<const int4*>(&table.row[column]);
+    });
+  }
+
+  // The A operand of a row tile: its 16 rows, columns [16 step, 16 step + 16).
+  __device__ __forceinline__ FragmentAddress<C> q_address() const {
+    return {smem_address(smem.tiles), warp * C::kRowTiles * 16 + (lane & 15), lane >> 4};
+  }
+
+  // A negative scale: the kernel scales by its magnitude and flips Q's signs once, between
+  // barriers.
+  __device__ __forceinline__ void negate_q() const {
+    u32* words = reinterpret_cast<u32*>(smem.tiles);
+    for (int i = thread; i < C::kQBytes / 4; i += C::kThreads) words[i] ^= 0x80008000u;
+  }
+
+  // S += Q K^T. Operands are read one product ahead, to hide their latency.
+  __device__ __forceinline__ void multiply_qk(
+      float (&s)[C::kRowTiles][C::kColTiles][4],
+      const u32 (&q)[C::kQInRegisters ? C::kDimSteps : 1][4], const u8* k_tile) const {
+    constexpr int kPairs = C::kColTiles / 2;
+    const FragmentAddress<C> q_from = q_address();
+    const FragmentAddress<C> k_from(smem_address(k_tile), (lane & 7) + ((lane >> 4) << 3),
+                                    (lane >> 3) & 1);
+    u32 a[2][C::kRowTiles][4];
+    u32 b[2][4];
+    auto read_q = [&](int k) {
+#pragma unroll
+      for (int tile = 0; tile < C::kRowTiles; ++tile) {
+        if constexpr (!C::kQInRegisters) ldmatrix_x4(a[k & 1][tile], q_from.at(tile, k));
+      }
+    };
+    read_q(0);
+    ldmatrix_x4(b[0], k_from.at(0, 0));
+#pragma unroll
+    for (int k = 0; k < C::kDimSteps; ++k) {
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        const int n = k * kPairs + j;
+        if (j + 1 < kPairs) {
+          ldmatrix_x4(b[(n + 1) & 1], k_from.at(j + 1, k));
+        } else if (k + 1 < C::kDimSteps) {
+          read_q(k + 1);
+          ldmatrix_x4(b[(n + 1) & 1], k_from.at(0, k + 1));
+        }
+#pragma unroll
+        for (int tile = 0; tile < C::kRowTiles; ++tile) {
+          if constexpr (C::kQInRegisters) {
+            mma_m16n8k16<T>(s[tile][2 * j], q[k], b[n & 1][0], b[n & 1][1]);
+            mma_m16n8k16<T>(s[tile][2 * j + 1], q[k], b[n & 1][2], b[n & 1][3]);
+          } else {
+            mma_m16n8k16<T>(s[tile][2 * j], a[k & 1][tile], b[n & 1][0], b[n & 1][1]);
+            mma_m16n8k16<T>(s[tile][2 * j + 1], a[k & 1][tile], b[n & 1][2], b[n & 1][3]);
+          }
+        }
+      }
+    }
+  }
+
+  // O += P V, read ahead in the same way.
+  __device__ __forceinline__ void multiply_pv(float (&o)[C::kRowTiles][C::kHeadDim / 8][4],
+                                              const u32 (&pr)[C::kRowTiles][C::kColTiles / 2][4],
+                                              const u8* v_tile) const {
+    const FragmentAddress<C> v_from(smem_address(v_tile), lane & 15, lane >> 4);
+    u32 b[2][4];
+    ldmatrix_x4_trans(b[0], v_from.at(0, 0));
+#pragma unroll
+    for (int k = 0; k < C::kColTiles / 2; ++k) {
+#pragma unroll
+      for (int j = 0; j < C::kDimSteps; ++j) {
+        const int n = k * C::kDimSteps + j;
+        const int next_k = k + (j + 1) / C::kDimSteps;
+        if (next_k < C::kColTiles / 2) {
+          ldmatrix_x4_trans(b[(n + 1) & 1], v_from.at(next_k, (j + 1) % C::kDimSteps));
+        }
+#pragma unroll
+        for (int tile = 0; tile < C::kRowTiles; ++tile) {
+          mma_m16n8k16<T>(o[tile][2 * j], pr[tile][k], b[n & 1][0], b[n & 1][1]);
+          mma_m16n8k16<T>(o[tile][2 * j + 1], pr[tile][k], b[n & 1][2], b[n & 1][3]);
+        }
+      }
+    }
+  }
+
+  // Scores of pairs that are off start from -inf: membership, columns past a fragment, token bits.
+  // Masking before the product rather than after it spares copies of S where the branch joins.
+  __device__ __forceinline__ void mask(float (&s)[C::kRowTiles][C::kColTiles][4],
+                                       const StepTable<C>& table) const {
+    const int column = (lane & 3) * 2;
+#pragma unroll
+    for (int j = 0; j < C::kColTiles; ++j) {
+      const u32 group = table.group[j];
+      const int valid = group >> 24;
+      const u32 members = group >> (warp * C::kRowTiles * 2);
+#pragma unroll
+      for (int tile = 0; tile < C::kRowTiles; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          bool keep = (members >> (2 * tile + half)) & 1u;
+          u32 word = 0xffu;
+          if constexpr (C::kBits) {
+            const int index = table.group_bits[j];
+            if (index >= 0) {
+              const int row = (warp * C::kRowTiles + tile) * 16 + half * 8 + (lane >> 2);
+              const int first = table.group_column[j];
+              const int words = ((1 << p.slot_log2) + 31) >> 5;
+              word = __ldg(p.bits + (static_cast<i64>(index) * C::kTileQ + row) * words +
+                           (first >> 5)) >>
+                     (first & 31);
+            }
+          }
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const bool on = keep && column + e < valid && ((word >> (column + e)) & 1u);
+            if (!on) s[tile][j][2 * half + e] = negative_infinity();
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ u8* k_tile(int i) const {
+    return smem.tiles + C::kKOffset + (C::kStages == 2 ? (i & 1) * C::kKVBytes : 0);
+  }
+
+  __device__ __forceinline__ u8* v_tile(int i) const {
+    return smem.tiles + C::kVOffset + (C::kStages == 2 ? (i & 1) * C::kKVBytes : 0);
+  }
+
+  __device__ __forceinline__ void load_k(int i) const {
+    load_kv(k_tile(i), smem.copy.k, p.k_stride.row, smem.table[i % C::kTables]);
+  }
+
+  __device__ __forceinline__ void load_v(int i) const {
+    load_kv(v_tile(i), smem.copy.v, p.v_stride.row, smem.table[i % C::kTables]);
+  }
+
+  struct Membership {
+    bool any;   // some row of the warp takes part in the step
+    bool full;  // all of them do, in every column
+  };
+
+  // Waits for the step's K (and V), starts the copies that its products will cover, and says,
+  // uniformly over the warp, what part the warp has in the step.
+  __device__ __forceinline__ Membership begin_step(int i, int steps) const {
+    cp_async_wait<0>();
+    barrier_sync();  // the copies are visible; every warp is done with the step before
+    if constexpr (C::kStages == 1) {
+      load_v(i);
+      write_table(i + 1);
+      fetch_fragments(i + 2, steps);
+    } else {
+      if (i + 1 < steps) {
+        load_k(i + 1);
+        load_v(i + 1);
+      }
+      write_table(i + 2);
+      fetch_fragments(i + 3, steps);
+    }
+    cp_async_commit();
+
+    constexpr u32 kAllRows = (1u << (2 * C::kRowTiles)) - 1u;
+    const StepTable<C>& table = smem.table[i % C::kTables];
+    const u32 existing = smem.members[warp];
+    const u32 group = lane < C::kColTiles ? table.group[lane] : 0u;
+    const u32 members = (group >> (warp * 2 * C::kRowTiles)) & kAllRows & existing;
+    const u32 valid = group >> 24;
+    bool whole = members == existing && valid == 8u;
+    if constexpr (C::kBits) whole = whole && table.group_bits[lane % C::kColTiles] < 0;
+    return {__any_sync(~0u, members != 0u && valid != 0u) != 0,
+            __all_sync(~0u, lane >= C::kColTiles || whole) != 0};
+  }
+
+  // The second barrier of the single-stage pipeline, after the last use of K.
+  __device__ __forceinline__ void turn_over_k(int i, int steps) const {
+    if constexpr (C::kStages == 1) {
+      cp_async_wait<0>();
+      barrier_sync();  // V has landed; every warp is done with K; the next table is written
+      if (i + 1 < steps) load_k(i + 1);
+      cp_async_commit();
+    }
+  }
+
+  // Raises the references of rows that the new scores outgrow, and scales O and the sums to them.
+  // References are whole numbers (log2 units): every factor is a power of two, so nothing rounds.
+  __device__ __forceinline__ void grow(const float (&s)[C::kRowTiles][C::kColTiles][4],
+                                       float (&o)[C::kRowTiles][C::kHeadDim / 8][4],
+                                       float (&reference)[2 * C::kRowTiles],
+                                       float (&sum)[2 * C::kRowTiles]) const {
+    bool outgrown = false;
+    float largest[2 * C::kRowTiles];
+#pragma unroll
+    for (int r = 0; r < 2 * C::kRowTiles; ++r) {
+      float even = s[r >> 1][0][2 * (r & 1)];
+      float odd = s[r >> 1][0][2 * (r & 1) + 1];
+#pragma unroll
+      for (int j = 1; j < C::kColTiles; ++j) {
+        even = fmaxf(even, s[r >> 1][j][2 * (r & 1)]);
+        odd = fmaxf(odd, s[r >> 1][j][2 * (r & 1) + 1]);
+      }
+      largest[r] = fmaxf(even, odd) * p.scale_log2;
+      outgrown = outgrown || largest[r] > reference[r] + C::kLag;
+    }
+    if (!__any_sync(~0u, outgrown)) return;
+#pragma unroll
+    for (int r = 0; r < 2 * C::kRowTiles; ++r) {
+      float top = largest[r];
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      top = fmaxf(ceilf(top), reference[r]);
+      // A row with nothing yet keeps -inf; its factor is 1, since its sums are 0.
+      const float factor = top == reference[r] ? 1.0f : exp2_approx(reference[r] - top);
+      reference[r] = top;
+      sum[r] *= factor;
+#pragma unroll
+      for (int j = 0; j < C::kHeadDim / 8; ++j) {
+        o[r >> 1][j][2 * (r & 1)] *= factor;
+        o[r >> 1][j][2 * (r & 1) + 1] *= factor;
+      }
+    }
+  }
+
+  // P = 2^(scale S - reference), packed as the A operand of PV, and its row sums.
+  __device__ __forceinline__ void exponentiate(const float (&s)[C::kRowTiles][C::kColTiles][4],
+                                               u32 (&pr)[C::kRowTiles][C::kColTiles / 2][4],
+                                               const float (&reference)[2 * C::kRowTiles],
+                                               float (&sum)[2 * C::kRowTiles]) const {
+#pragma unroll
+    for (int k = 0; k < C::kColTiles / 2; ++k) {
+#pragma unroll
+      for (int r = 0; r < 2 * C::kRowTiles; ++r) {
+        // A row with nothing yet has reference -inf and only scores of -inf: any finite shift.
+        const float shift = -fmaxf(reference[r], -1e30f);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float* pair = &s[r >> 1][2 * k + i][2 * (r & 1)];
+          const float x = exp2_approx(fmaf(pair[0], p.scale_log2, shift));
+          const float y = exp2_approx(fmaf(pair[1], p.scale_log2, shift));
+          sum[r] += x + y;
+          pr[r >> 1][k][(r & 1) + 2 * i] = pack2<T>(x, y);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    constexpr int kRowsPerThread = 2 * C::kRowTiles;
+    constexpr int kOutTiles = C::kHeadDim / 8;
+
+    const Task task = p.tasks[blockIdx.x];
+    const int steps = task.end - task.begin;
+    const int rows = task.rows;
+    if (thread == 0) {
+      const int batch = task.head / p.q_heads;
+      const int kv_head = task.head % p.q_heads / p.q_per_kv;
+      smem.copy.k =
+          static_cast<const u16*>(p.k) + batch * p.k_stride.batch + kv_head * p.k_stride.head;
+      smem.copy.v =
+          static_cast<const u16*>(p.v) + batch * p.v_stride.batch + kv_head * p.v_stride.head;
+      smem.copy.frags = p.frags + task.frag_begin;
+      smem.copy.frag_bits = p.frag_bits + task.frag_begin;
+      smem.copy.frag_count = task.frag_count;
+      smem.copy.first_step = task.reverse ? task.end - 1 : task.begin;
+      smem.copy.direction = task.reverse ? -1 : 1;
+    }
+    if (lane == 0) {
+      // Rows past the tile do not count as members, nor against a full step.
+      const int warp_rows = rows - warp * 16 * C::kRowTiles;
+      const int groups = min(max((warp_rows + kGroupRows - 1) / kGroupRows, 0), kRowsPerThread);
+      smem.members[warp] = (1u << groups) - 1u;
+    }
+    barrier_sync();
+    fetch_fragments(0, steps);
+    fetch_fragments(1, steps);
+    cp_async_commit();
+    copy_rows<C::kTileQ>(smem.tiles, row_pointer(p.q, p.q_stride, task.head, task.first_row),
+                         p.q_stride.row, [&](int row) {
+                           return make_int4(row < rows ? row : -1, row + 1 < rows ? row + 1 : -1,
+                                            row + 2 < rows ? row + 2 : -1,
+                                            row + 3 < rows ? row + 3 : -1);
+                         });
+    cp_async_commit();
+
+    float o[C::kRowTiles][kOutTiles][4];
+    float reference[kRowsPerThread];
+    float sum[kRowsPerThread];
+    u32 q[C::kQInRegisters ? C::kDimSteps : 1][4];
+#pragma unroll
+    for (int tile = 0; tile < C::kRowTiles; ++tile)
+#pragma unroll
+      for (int j = 0; j < kOutTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[tile][j][i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      reference[r] = negative_infinity();
+      sum[r] = 0.0f;
+    }
+
+    cp_async_wait<1>();
+    barrier_sync();  // the first fragments have landed; Q may still be under way
+    write_table(0);
+    if constexpr (C::kStages == 2) write_table(1);
+    barrier_sync();
+    if (steps > 0) {
+      load_k(0);
+      if constexpr (C::kStages == 2) load_v(0);
+    }
+    if constexpr (C::kStages == 2) fetch_fragments(2, steps);
+    cp_async_commit();
+    if (C::kQInRegisters || p.negate) {
+      cp_async_wait<1>();
+      barrier_sync();  // Q has landed
+    }
+    if (p.negate) {
+      negate_q();
+      barrier_sync();
+    }
+
+    if constexpr (C::kQInRegisters) {
+      const FragmentAddress<C> from = q_address();
+#pragma unroll
+      for (int k = 0; k < C::kDimSteps; ++k) ldmatrix_x4(q[k], from.at(0, k));
+    }
+
+    for (int i = 0;; ++i) {
+      // Steps that this warp has no part in turn round here, and leave O in its registers.
+      Membership member;
+      for (; i < steps; ++i) {
+        member = begin_step(i, steps);
+        if (member.any) break;
+        turn_over_k(i, steps);
+      }
+      if (i == steps) break;
+
+      float s[C::kRowTiles][C::kColTiles][4];
+#pragma unroll
+      for (int tile = 0; tile < C::kRowTiles; ++tile)
+#pragma unroll
+        for (int j = 0; j < C::kColTiles; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[tile][j][e] = 0.0f;
+      if (!member.full) mask(s, smem.table[i % C::kTables]);
+      multiply_qk(s, q, k_tile(i));
+      turn_over_k(i, steps);
+      grow(s, o, reference, sum);
+      u32 pr[C::kRowTiles][C::kColTiles / 2][4];
+      exponentiate(s, pr, reference, sum);
+      multiply_pv(o, pr, v_tile(i));
+    }
+    cp_async_wait<0>();
+    finish(o, reference, sum);
+  }
+
+  __device__ __forceinline__ void finish(float (&o)[C::kRowTiles][C::kHeadDim / 8][4],
+                                         const float (&reference)[2 * C::kRowTiles],
+                                         float (&sum)[2 * C::kRowTiles]) {
+    constexpr int kRowsPerThread = 2 * C::kRowTiles;
+    // Read again rather than held through the loop.
+    const Task task = p.tasks[blockIdx.x];
+    const int first_row = task.first_row;
+    const int rows = task.rows;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    }
+
+    if (task.slot >= 0) {
+#pragma unroll
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        const int row = warp * 16 * C::kRowTiles + r * 8 + (lane >> 2);
+        if (row >= rows) continue;
+        const i64 index = static_cast<i64>(task.slot) * C::kTileQ + row;
+        float2* target = reinterpret_cast<float2*>(p.partial_o + index * C::kHeadDim);
+#pragma unroll
+        for (int j = 0; j < C::kHeadDim / 8; ++j) {
+          target[j * 4 + (lane & 3)] =
+              make_float2(o[r >> 1][j][2 * (r & 1)], o[r >> 1][j][2 * (r & 1) + 1]);
+        }
+        if ((lane & 3) == 0) {
+          reinterpret_cast<float2*>(p.partial_ml)[index] = make_float2(reference[r], sum[r]);
+        }
+      }
+      return;
+    }
+
+    // Each warp stages its own rows where its Q was, then stores whole 16-byte chunks.
+    barrier_sync();  // with no steps at all, Q's copies by other warps end only here
+    u8* staged = smem.tiles;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      const int row = warp * 16 * C::kRowTiles + r * 8 + (lane >> 2);
+      const float inverse = sum[r] > 0.0f ? 1.0f / sum[r] : 0.0f;
+#pragma unroll
+      for (int j = 0; j < C::kHeadDim / 8; ++j) {
+        *reinterpret_cast<u32*>(staged + swizzled<C>(row, j) + (lane & 3) * 4) =
+            pack2<T>(o[r >> 1][j][2 * (r & 1)] * inverse, o[r >> 1][j][2 * (r & 1) + 1] * inverse);
+      }
+      if (p.lse != nullptr && (lane & 3) == 0 && row < rows) {
+        const float lse = sum[r] > 0.0f ? (reference[r] + log2_approx(sum[r])) * 0.6931471805599453f
+                                        : negative_infinity();
+        p.lse[static_cast<i64>(task.head) * p.sq + first_row + row] = lse;
+      }
+    }
+    __syncwarp();
+    u16* out = const_cast<u16*>(row_pointer(p.o, p.o_stride, task.head, first_row));
+    constexpr int kWarpRows = 16 * C::kRowTiles;
+#pragma unroll 4
+    for (int index = lane; index < kWarpRows * C::kChunks; index += 32) {
+      const int row = warp * kWarpRows + index / C::kChunks;
+      const int chunk = index % C::kChunks;
+      if (row < rows && chunk * 8 < p.head_dim) {
+        const uint4 data = *reinterpret_cast<const uint4*>(staged + swizzled<C>(row, chunk));
+        *reinterpret_cast<uint4*>(out + row * p.o_stride.row + chunk * 8) = data;
+      }
+    }
+  }
+};
+
+template <typename C>
+__device__ __forceinline__ void attend_mma(const AttendParams& params) {
+  extern __shared__ __align__(1024) u8 dynamic_smem[];
+  Attend<C> attend{params, *reinterpret_cast<SharedStorage<C>*>(dynamic_smem)};
+  attend.run();
+}
+
+}  // namespace tessera
+
+// The one entry of a specialisation.
+#define TESSERA_ATTEND_MMA(T, HEAD_DIM, TILE_Q, TILE_KV, WARPS, STAGES, BITS, MIN_CTAS)    \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)                       \
+      attend(const __grid_constant__ tessera::AttendParams params) {                       \
+    using Config =                                                                         \
+        tessera::AttendConfig<tessera::T, HEAD_DIM, TILE_Q, TILE_KV, WARPS, STAGES, BITS>; \
+    tessera::attend_mma<Config>(params);                                                   \
+  }

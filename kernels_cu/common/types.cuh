@@ -1,0 +1,99 @@
+// Plain types shared by all kernels, and the by-value structs that the host passes.
+// No toolkit header is included anywhere, so NVRTC alone builds every kernel.
+#pragma once
+
+namespace tessera {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+struct half_t {
+  u16 raw;
+};
+struct bf16_t {
+  u16 raw;
+};
+
+template <typename A, typename B>
+inline constexpr bool is_same = false;
+template <typename A>
+inline constexpr bool is_same<A, A> = true;
+
+// Rows in one membership group: a thread of mma.m16n8k16 holds rows r and r + 8.
+inline constexpr int kGroupRows = 8;
+
+// One CTA's work: steps [begin, end) of a tile for one query head (see organization/tasks.py), with
+// the tile's own numbers copied in, so that one read leads to the fragments.
+struct alignas(16) Task {
+  i32 head;        // batch * q_heads + query head
+  i32 begin;       // first step
+  i32 end;         // one past the last step
+  i32 slot;        // workspace slot of a split-K part, or -1
+  i32 reverse;     // 1: walk the steps from the last to the first
+  i32 first_row;   // first query row
+  i32 rows;        // query rows, 1 to the tile's
+  i32 frag_count;  // fragments of the tile's list
+  i64 frag_begin;  // index of the first one
+  i64 reserved;
+};
+
+// A fragment of KV rows, 8 bytes: first row; length in the top 8 bits, members in the low 24.
+struct Fragment {
+  i32 start;
+  u32 info;
+};
+
+// Element strides of a (batch, head, row, head_dim) tensor whose last axis is contiguous.
+struct Strides {
+  i64 batch;
+  i64 head;
+  i64 row;
+};
+
+struct AttendParams {
+  const void* q;
+  const void* k;
+  const void* v;
+  void* o;
+  float* lse;  // (batch, q_heads, sq) natural log, or null
+  Strides q_stride;
+  Strides k_stride;
+  Strides v_stride;
+  Strides o_stride;
+  const Task* tasks;
+  const Fragment* frags;
+  const i32* frag_bits;  // index into bits, or -1; read by the token-bit variant only
+  const u32* bits;       // (n, kTileQ, ceil(slot / 32))
+  float* partial_o;      // (slots, kTileQ, kHeadDim) unnormalised
+  float* partial_ml;     // (slots, kTileQ, 2): row maximum (log2 units), row sum
+  i32 q_heads;
+  i32 q_per_kv;
+  i32 head_dim;  // at most kHeadDim; the rest is zero-filled
+  i32 sq;
+  i32 slot_log2;     // columns of one fragment slot
+  float scale_log2;  // |sm_scale| * log2(e), never zero
+  i32 negate;        // 1 when sm_scale is negative
+};
+
+struct MergeParams {
+  void* o;
+  float* lse;
+  Strides o_stride;
+  const i32* merge_head;
+  const i32* merge_tile;
+  const i32* merge_offsets;
+  const i32* tile_q;  // (tiles, 2): first row, number of rows
+  const float* partial_o;
+  const float* partial_ml;
+  i32 q_heads;
+  i32 head_dim;
+  i32 sq;
+  i32 tile_rows;  // rows of one workspace slot
+  i32 row_width;  // floats of one workspace row
+};
+
+}  // namespace tessera

@@ -1,0 +1,1 @@
+"""Real video tokens, and the demonstration that runs the whole pipeline on them."""

@@ -1,0 +1,251 @@
+"""The main job on real input: video frames to mask, mask to plan, plan to checked attention.
+
+On a GPU it runs Wan's 480p grid in bfloat16 and compares times with dense attention. Without
+one, a smaller grid goes through the NumPy executor, which computes tile by tile what a kernel
+would.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.text import Text
+
+from tessera_cupy import interop, reference
+from tessera_cupy.attention import Plan, make_plan
+from tessera_cupy.bench import clips, gpu
+from tessera_cupy.bench.check import Check, check_rows
+from tessera_cupy.bench.extras import need
+from tessera_cupy.bench.steps import Step, Steps
+from tessera_cupy.bench.summary import summary_table
+from tessera_cupy.errors import NoGpuError, wrong
+from tessera_cupy.masks import BlockMask
+from tessera_cupy.sparsifiers import Selection, spade
+from tessera_cupy.video import MODELS, VideoGrid
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CLIP = "bikes"
+HEAD_DIM = 128
+
+#: Without a GPU: 7,800 tokens, which are 121 blocks of 64 and one of 56.
+HOST_GRID, HOST_HEADS = VideoGrid(13, 20, 30), 4
+#: With one: 32,760 tokens, which are 511 blocks of 64 and one of 56.
+GPU_HEADS, _, GPU_GRID = MODELS["wan-1.3b-81f-480p"]
+
+_CHECKED_ROWS = 200
+_WARM_UP, _TIMED = 3, 15
+
+
+def run_demo(
+    out: Path,
+    *,
+    grid: tuple[int, int, int] | None,
+    heads: int | None,
+    device: str = "auto",
+    console: Console,
+) -> dict[str, Any]:
+    """Run the demonstration and write its picture.
+
+    Args:
+        out: the PNG to write; its folder is made when missing.
+        grid: (frames, rows, columns) of tokens, or None for the device's own.
+        heads: number of heads, or None for the device's own.
+        device: ``"auto"`` (a GPU where there is one), ``"gpu"`` or ``"cpu"``.
+        console: where progress and the summary go.
+
+    Returns:
+        What was run and seen, ready for JSON: sizes, the mask's figures, the plan, errors
+        against float64, times, the mappings that were drawn, and ``passed``.
+
+    Raises:
+        MissingExtraError: a package of the ``demo`` extra is not installed.
+        NoGpuError: ``device="gpu"`` and none can be used.
+        ValueError: ``grid``, ``heads`` or ``device`` is not one that can be run.
+    """
+    on_gpu = _use_gpu(device)
+    tokens, default_heads = (GPU_GRID, GPU_HEADS) if on_gpu else (HOST_GRID, HOST_HEADS)
+    if grid is not None:
+        tokens = VideoGrid(*grid)
+    heads = default_heads if heads is None else heads
+    if heads < 1:
+        raise ValueError(wrong("heads", "at least 1", heads, "leave it out, or pass 1 or more"))
+    need("matplotlib", "matplotlib", "draws the picture")
+    need("threadpoolctl", "threadpoolctl", "keeps NumPy's threads apart")
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    dtype = "bfloat16" if on_gpu else "float32"
+    report: dict[str, Any] = {
+        "device": gpu.name() if on_gpu else "no GPU, NumPy executor",
+        "clip": CLIP,
+        "grid": [tokens.t, tokens.h, tokens.w],
+        "tokens": tokens.tokens,
+        "heads": heads,
+        "head_dim": HEAD_DIM,
+        "dtype": dtype,
+    }
+    steps = Steps(console, count=8 if on_gpu else 7)
+
+    with steps.step("Read video") as step:
+        features = clips.read_features(CLIP, tokens)
+        step.done(
+            f"{tokens.t} frames of {CLIP}.mp4 on a grid of {tokens} = {tokens.tokens:,} tokens"
+        )
+
+    with steps.step("Make q, k, v", heads) as step:
+        made = []
+        for head in range(heads):
+            made.append(clips.project(features, tokens, head, head_dim=HEAD_DIM))
+            step.advance()
+        host = [
+            np.stack(part)[None].astype(interop.numpy_dtype(dtype))
+            for part in zip(*made, strict=True)
+        ]
+        step.done(f"{heads} heads of {HEAD_DIM} channels, {dtype}, with 3-D rotary embedding")
+
+    with steps.step("Choose blocks") as step:
+        q, k, v = map(interop.import_cupy().asarray, host) if on_gpu else host
+        chosen = spade.select(q, k, tokens)
+        mask = chosen.mask
+        report["mask"] = _describe(chosen)
+        step.done(
+            f"SPADE's rule keeps {mask.density():.1%} of the (query, key) pairs in blocks of "
+            f"64x64; run coverage {mask.run_coverage():.2f}"
+        )
+
+    with steps.step("Plan") as step:
+        q, k, v = (chosen.permute(x) for x in (q, k, v))
+        plan = make_plan(mask, q, k, v)
+        plan.tasks()
+        report["plan"] = plan.summary()
+        step.done(f"{plan.spec.name}: {len(plan.tiles()):,} tiles")
+    console.print(Text(plan.explain(), style="dim"))
+
+    with steps.step("Attend", None if on_gpu else len(plan.tasks())) as step:
+        if on_gpu:
+            result = plan.run(q, k, v)
+            interop.import_cupy().cuda.get_current_stream().synchronize()
+            step.done("one call, with the kernel from the cache or compiled for it")
+        else:
+            result = _execute(plan, (q, k, v), step)
+            step.done(f"{len(plan.tasks()):,} tasks, tile by tile in NumPy")
+
+    video = chosen.restore(result)
+    report["output"] = {"shape": list(video.shape), "dtype": str(video.dtype)}
+
+    with steps.step("Check", heads) as step:
+        arrays = [x.get() if on_gpu else x for x in (q, k, v, result)]
+        check = check_rows(mask, *arrays, rows=_CHECKED_ROWS, on_head=step.advance)
+        report["check"] = {
+            "rows": check.rows,
+            "error": check.error,
+            "allowed": check.allowed,
+            "passed": check.passed,
+        }
+        step.done(_verdict(check))
+
+    if on_gpu:
+        with steps.step("Time", 2 * (_WARM_UP + _TIMED)) as step:
+            report["speed"] = _speed(plan, mask, (q, k, v), step)
+            step.done(f"median of {_TIMED} runs each, by CUDA events")
+
+    with steps.step("Draw") as step:
+        report["mappings"] = _draw(mask, out)
+        report["png"] = str(out)
+        step.done(f"the mask and its tiles under {len(report['mappings'])} mappings: {out}")
+
+    report["passed"] = check.passed
+    report["seconds"] = steps.seconds
+    console.print(summary_table(report))
+    return report
+
+
+def _use_gpu(device: str) -> bool:
+    if device not in ("auto", "gpu", "cpu"):
+        raise ValueError(wrong("device", "auto, gpu or cpu", repr(device), "pass one of them"))
+    if device == "cpu":
+        return False
+    try:
+        interop.import_cupy()
+    except NoGpuError:
+        if device == "gpu":
+            raise
+        return False
+    return True
+
+
+def _execute(plan: Plan, arrays: tuple[Any, Any, Any], step: Step) -> Any:
+    from threadpoolctl import threadpool_limits
+
+    # A task's products are small: BLAS threads gain nothing, and where other programs keep the
+    # cores busy they wait for each other, which was seen to cost twenty times the time.
+    with threadpool_limits(1, user_api="blas"):
+        return reference.execute(plan, *arrays, on_task=lambda done, total: step.advance())
+
+
+def _describe(chosen: Selection) -> dict[str, Any]:
+    mask = chosen.mask
+    counts = mask.row_counts()
+    return {
+        "rule": "SPADE, regenerated from the clip",
+        "block_size": list(mask.block_size),
+        "density": mask.density(),
+        "run_coverage": mask.run_coverage(),
+        "blocks_in_a_row": [int(counts.min()), int(counts.max())],
+        "tiles": [str(tile) for tile in chosen.tiles],
+    }
+
+
+def _verdict(check: Check) -> str:
+    verdict = "right" if check.passed else "WRONG"
+    return (
+        f"{verdict} on {check.rows:,} sampled rows: error {check.error:.1e} against float64, "
+        f"{check.allowed:.1e} allowed"
+    )
+
+
+def _speed(plan: Plan, mask: BlockMask, arrays: tuple[Any, Any, Any], step: Step) -> dict[str, Any]:
+    """Times of the plan and of dense attention over the same q, k and v."""
+    q, k, v = arrays
+    r = plan.request
+    dense_call = gpu.torch_sdpa(q, k, v)
+    dense_name = "torch scaled_dot_product_attention"
+    if dense_call is None:
+        nq, nk = mask.num_blocks
+        full = BlockMask.from_dense(np.ones((nq, nk), dtype=bool), mask.block_size, mask.shape)
+        dense_plan = make_plan(full, q, k, v)
+        dense_call, dense_name = (lambda: dense_plan.run(q, k, v)), "tessera_cupy, full mask"
+
+    def timed(call: Any) -> float:
+        return gpu.median_ms(call, step.advance, warm_up=_WARM_UP, runs=_TIMED)
+
+    sparse_ms, dense_ms = timed(lambda: plan.run(q, k, v)), timed(dense_call)
+    flop_a_pair = 4 * r.head_dim
+    pairs = r.batch * r.q_heads * r.sq * r.skv
+    return {
+        "sparse_ms": sparse_ms,
+        "sparse_tflops": flop_a_pair * mask.active_pairs() / sparse_ms / 1e9,
+        "dense": dense_name,
+        "dense_ms": dense_ms,
+        "dense_tflops": flop_a_pair * pairs / dense_ms / 1e9,
+        "speedup": dense_ms / sparse_ms,
+    }
+
+
+def _draw(mask: BlockMask, out: Path) -> list[dict[str, Any]]:
+    from tessera_cupy import viz
+
+    figure = viz.mask_to_tiles(mask, title=f"SPADE's mask on {CLIP}.mp4, as physical tiles")
+    figure.savefig(out, dpi=110)
+    return [
+        {
+            "mapping": way.mapping.name,
+            "tile": [way.tiles.shape.q, way.tiles.shape.kv],
+            "steps": int(way.tiles.steps.sum()),
+            "useful_fraction": way.useful,
+        }
+        for way in viz.tile_each_way(mask)
+    ]

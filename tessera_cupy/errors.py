@@ -1,0 +1,45 @@
+"""Typed errors, and the one way in which an argument error is worded.
+
+Wrong arguments raise ``ValueError`` or ``TypeError``; the classes here are for
+conditions of the machine (no GPU, an unsupported GPU, a kernel that is not
+there) and of files (a profile table that cannot be read).
+"""
+
+from __future__ import annotations
+
+
+class TesseraError(Exception):
+    """Base of every error that is not simply a wrong argument."""
+
+
+class NoGpuError(TesseraError, RuntimeError):
+    """A GPU was asked for and none can be used; the message says why."""
+
+
+class UnsupportedGpuError(TesseraError, RuntimeError):
+    """The GPU's compute capability has no kernels; the message lists those that have."""
+
+
+class KernelMissingError(TesseraError, RuntimeError):
+    """A kernel is not in the cache and compiling is switched off (``TESSERA_NO_JIT=1``)."""
+
+
+class KernelCompileError(TesseraError, RuntimeError):
+    """NVRTC refused a kernel; the message carries its log, with file and line."""
+
+
+class PlanNotEligibleError(TesseraError, ValueError):
+    """A plan cannot serve a request; the message gives the reason."""
+
+
+class TableError(TesseraError, ValueError):
+    """A profile table is wrong; the message names file, line and field."""
+
+
+def wrong(argument: str, expected: str, got: object, fix: str) -> str:
+    """Word an argument error: what was expected, what came, and what to do.
+
+    >>> wrong("q", "a 4-D array", "shape (3, 4)", "add batch and head axes")
+    '`q`: expected a 4-D array, got shape (3, 4). Fix: add batch and head axes.'
+    """
+    return f"`{argument}`: expected {expected}, got {got}. Fix: {fix.rstrip('.')}."

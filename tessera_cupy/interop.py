@@ -1,0 +1,272 @@
+"""Tensors of any framework: what the kernels need to know of them, and the way back.
+
+CuPy and torch tensors are read in place; every other GPU array (JAX and whatever speaks
+DLPack) is taken over by CuPy without a copy. Host arrays (NumPy, torch and JAX on the CPU)
+become NumPy arrays for the executor. Results come back as the caller's kind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from tessera_cupy.errors import NoGpuError, wrong
+
+#: Element types that the kernels compute in.
+GPU_DTYPES = ("float16", "bfloat16")
+#: Element types that the NumPy executor takes.
+HOST_DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor in the memory of one GPU.
+
+    Attributes:
+        pointer: device address of the first element, byte offset included.
+        shape, strides: both in elements.
+        dtype: ``"float16"``, ``"bfloat16"``, ...
+        device: CUDA device ordinal.
+        owner: the object that keeps the memory alive.
+    """
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int
+    owner: Any
+
+
+def framework(array: Any) -> str:
+    """``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"``, or ``"dlpack"`` for any other array.
+
+    Raises:
+        TypeError: for an object that is no array at all.
+    """
+    root = type(array).__module__.partition(".")[0]
+    if root in ("jax", "jaxlib"):
+        return "jax"
+    if root in ("numpy", "cupy", "torch"):
+        return root
+    if hasattr(array, "__dlpack__"):
+        return "dlpack"
+    raise TypeError(
+        wrong(
+            "q, k, v, out",
+            "CuPy, torch, JAX or NumPy arrays, or any array with DLPack",
+            type(array).__name__,
+            "convert it, for example with cupy.asarray",
+        )
+    )
+
+
+def on_host(array: Any) -> bool:
+    """Whether the array lies in host memory."""
+    kind = framework(array)
+    if kind == "numpy":
+        return True
+    if kind == "cupy":
+        return False
+    if kind == "torch":
+        return bool(array.device.type == "cpu")
+    return int(array.__dlpack_device__()[0]) == 1
+
+
+def dtype_name(array: Any) -> str:
+    """The element type by its NumPy name, without the framework's prefix."""
+    return str(array.dtype).rpartition(".")[2]
+
+
+def import_cupy() -> Any:
+    """CuPy with at least one usable GPU.
+
+    Raises:
+        NoGpuError: CuPy is not installed, or no driver or GPU can be used.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise NoGpuError(
+            "CuPy is not installed, so nothing can run on a GPU. Install the extra that fits the "
+            "driver: pip install 'tessera-cupy[cuda12]' or 'tessera-cupy[cuda13]'."
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise NoGpuError(f"No CUDA GPU can be used here: {error}.") from error
+    if count == 0:
+        raise NoGpuError("No CUDA GPU can be used here: the driver reports no device.")
+    return cupy
+
+
+def device_operand(array: Any, name: str) -> Operand:
+    """A GPU array as an :class:`Operand`, without a copy.
+
+    Arrays that are neither CuPy's nor torch's go through DLPack, which orders CuPy's current
+    stream behind the work that produced them.
+
+    Raises:
+        ValueError: the array is not in GPU memory.
+    """
+    kind = framework(array)
+    if on_host(array):
+        raise ValueError(
+            wrong(name, "an array on q's GPU", "an array in host memory", "copy it to the GPU")
+        )
+    if kind == "torch":
+        return Operand(
+            array.data_ptr(),
+            tuple(array.shape),
+            tuple(array.stride()),
+            dtype_name(array),
+            array.device.index,
+            array,
+        )
+    if kind != "cupy":
+        array = import_cupy().from_dlpack(array)
+    size = array.dtype.itemsize
+    return Operand(
+        array.data.ptr,
+        array.shape,
+        tuple(stride // size for stride in array.strides),
+        array.dtype.name,
+        array.device.id,
+        array,
+    )
+
+
+def is_aligned(operand: Operand) -> bool:
+    """Whether 16-byte copies can read it: contiguous last axis, aligned address and strides."""
+    *outer, last = operand.strides
+    lengths = operand.shape[:-1]
+    return (
+        (last == 1 or operand.shape[-1] == 1)
+        and operand.pointer % 16 == 0
+        and all(
+            stride % 8 == 0 for stride, length in zip(outer, lengths, strict=True) if length > 1
+        )
+    )
+
+
+def aligned(operand: Operand) -> Operand:
+    """The operand itself, or a contiguous copy where its rows cannot be read 16 bytes at a time."""
+    if is_aligned(operand):
+        return operand
+    if framework(operand.owner) == "torch":
+        # A view that starts off a 16-byte boundary may be contiguous already.
+        copy = operand.owner.clone(memory_format=sys.modules["torch"].contiguous_format)
+    else:
+        copy = operand.owner.copy(order="C")
+    return device_operand(copy, "copy")
+
+
+def check_no_gradient(name: str, array: Any) -> None:
+    """Refuse a torch tensor that autograd would have to follow: only the forward exists.
+
+    Raises:
+        ValueError: gradients are being recorded for the array.
+    """
+    if framework(array) != "torch":
+        return
+    if array.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise ValueError(
+            wrong(
+                name,
+                "a tensor that needs no gradient (there is no backward pass)",
+                "requires_grad=True",
+                "call it under torch.no_grad(), or pass a detached tensor",
+            )
+        )
+
+
+def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """An uninitialised GPU array of ``like``'s framework and device; CuPy's where there is none."""
+    if framework(like) == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+    return import_cupy().empty(shape, dtype=numpy_dtype(dtype))
+
+
+def returned(result: Any, like: Any) -> Any:
+    """A CuPy or torch result as an array of ``like``'s framework, without a copy."""
+    kind = framework(like)
+    if kind == "jax":
+        return importlib.import_module("jax.dlpack").from_dlpack(result)
+    if kind == "dlpack" and hasattr(like, "__array_namespace__"):
+        return like.__array_namespace__().from_dlpack(result)
+    return result
+
+
+class _Stream:
+    """A CUDA stream by its address, in the form that CuPy takes over."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+def cupy_stream(stream: Any, like: Any, device: int) -> Any:
+    """The stream to launch on, as CuPy's: ``stream`` when given, else the framework's current one.
+
+    ``stream`` is a CuPy or torch stream, an object with ``__cuda_stream__``, or an address.
+
+    Raises:
+        TypeError: ``stream`` is none of these.
+    """
+    cupy = import_cupy()
+    if stream is None:
+        if framework(like) != "torch":
+            return cupy.cuda.get_current_stream(device)
+        stream = sys.modules["torch"].cuda.current_stream(device)
+    if isinstance(stream, cupy.cuda.Stream):
+        return stream
+    if isinstance(stream, (int, np.integer)):
+        stream = _Stream(int(stream))
+    elif hasattr(stream, "cuda_stream"):
+        stream = _Stream(int(stream.cuda_stream))
+    if not hasattr(stream, "__cuda_stream__"):
+        raise TypeError(
+            wrong(
+                "stream",
+                "a CuPy or torch stream, an object with __cuda_stream__, or an address",
+                type(stream).__name__,
+                "pass cupy.cuda.get_current_stream(), for example",
+            )
+        )
+    return cupy.cuda.Stream.from_external(stream)
+
+
+def host_array(array: Any) -> NDArray[Any]:
+    """A host array as NumPy; torch's bfloat16 becomes float32, which holds every value."""
+    if framework(array) == "torch":
+        tensor = array.detach()
+        if dtype_name(tensor) == "bfloat16":
+            tensor = tensor.float()
+        result: NDArray[Any] = tensor.numpy()
+        return result
+    return np.asarray(array)
+
+
+def host_result(result: NDArray[np.float32], like: Any, dtype: str) -> Any:
+    """The executor's float32 result in ``like``'s framework, as ``dtype``."""
+    kind = framework(like)
+    if kind == "torch":
+        torch = sys.modules["torch"]
+        return torch.from_numpy(np.ascontiguousarray(result)).to(getattr(torch, dtype))
+    if kind == "jax":
+        return importlib.import_module("jax.numpy").asarray(result, dtype=dtype)
+    return result.astype(numpy_dtype(dtype))
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a name; bfloat16 is that of ml_dtypes, which CuPy and JAX share."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)

@@ -1,0 +1,250 @@
+"""The catalog: every kernel that exists, as frozen configurations with one line of why."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from tessera_cupy.errors import wrong
+from tessera_cupy.kernels.arch import SMEM_RESERVED, Arch, get_arch
+
+#: Element types, and how kernel names abbreviate them.
+DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
+#: Largest head dim of any kernel.
+MAX_HEAD_DIM = 256
+#: Entry function of each kernel.
+ENTRIES = {"attend_mma": "attend", "merge_splits": "merge_splits"}
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One specialisation of a kernel for one architecture.
+
+    Attributes:
+        arch: architecture name, such as ``"sm_90a"``.
+        kernel: ``"attend_mma"`` or ``"merge_splits"``, the source file's name.
+        head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled.
+        dtype: ``"float16"`` or ``"bfloat16"``.
+        tile_q, tile_kv: query rows and KV columns of a physical tile; 0 for ``merge_splits``.
+        warps: warps of one CTA.
+        stages: K and V stages in shared memory.
+        min_ctas: CTAs that fit on one multiprocessor together; bounds the registers.
+        features: ``("bits",)`` when it reads token bits, else empty.
+        why: the reason for this shape.
+    """
+
+    arch: str
+    kernel: str
+    head_dim: int
+    dtype: str
+    tile_q: int
+    tile_kv: int
+    warps: int
+    stages: int
+    min_ctas: int
+    features: tuple[str, ...]
+    why: str
+
+    @property
+    def name(self) -> str:
+        """Readable name, unique within the architecture.
+
+        >>> find("sm_90a", "attend_mma", "bfloat16", 80, 64, 64, bits=True).name
+        'attend_mma_bf16_d96_q64k64w4_bits'
+        """
+        if self.kernel == "merge_splits":
+            return f"{self.kernel}_{DTYPES[self.dtype]}"
+        stages = f"s{self.stages}" if self.stages > 1 else ""
+        parts = (
+            self.kernel,
+            DTYPES[self.dtype],
+            f"d{self.head_dim}",
+            f"q{self.tile_q}k{self.tile_kv}w{self.warps}{stages}",
+            *self.features,
+        )
+        return "_".join(parts)
+
+    @property
+    def entry(self) -> str:
+        """Name of the entry function in the cubin."""
+        return ENTRIES[self.kernel]
+
+    @property
+    def bits(self) -> bool:
+        """Whether the kernel reads token bits of partial blocks."""
+        return "bits" in self.features
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one CTA, bytes."""
+        if self.kernel == "merge_splits":
+            return 0
+        return _attend_smem(
+            self.head_dim, self.tile_q, self.tile_kv, self.warps, self.stages, self.bits
+        )
+
+    def ctas_per_sm(self, arch: Arch) -> int:
+        """CTAs that run on one multiprocessor of ``arch`` at a time."""
+        return min(self.min_ctas, arch.smem_sm // (self.smem_bytes + SMEM_RESERVED))
+
+
+def _attend_smem(
+    head_dim: int, tile_q: int, tile_kv: int, warps: int, stages: int, bits: bool
+) -> int:
+    """Size of ``SharedStorage`` in attend_mma.cu; each specialisation asserts that it is."""
+    q = tile_q * head_dim * 2
+    kv = tile_kv * head_dim * 2 * stages
+    groups = tile_kv // 8
+    table = 4 * tile_kv + 4 * groups + 2 * 4 * (groups if bits else 1)
+    size = 2 * stages * table
+    size = _align(q, 1024) + 2 * _align(kv, 1024) + _align(size, 16)
+    size += 2 * tile_kv * 8 + 2 * 4 * (tile_kv if bits else 1)
+    size = _align(size, 8) + 48 + 4 * warps
+    return _align(size, 1024)
+
+
+def _align(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+class _Row(NamedTuple):
+    """A shape of attend_mma for all architectures, both dtypes, with and without token bits.
+
+    ``ctas`` is what the registers allow; shared memory may lower it on an architecture.
+    """
+
+    head_dim: int
+    tile_q: int
+    tile_kv: int
+    warps: int
+    stages: int
+    ctas: int
+    why: str
+
+
+_ROWS = (
+    _Row(64, 64, 64, 4, 1, 3, "blocks of 64 rows and less; 168 registers hold Q, S and O"),
+    _Row(64, 128, 64, 4, 1, 2, "32 rows a warp: each K and V fragment read feeds two products"),
+    _Row(96, 64, 64, 4, 1, 3, "blocks of 64 rows and less; 168 registers hold Q, S and O"),
+    _Row(96, 128, 64, 4, 1, 2, "32 rows a warp: each K and V fragment read feeds two products"),
+    _Row(128, 64, 64, 4, 1, 2, "blocks of 64 rows and less; a third CTA would spill"),
+    _Row(128, 128, 64, 8, 1, 1, "half the KV loads of 64 rows; 32 rows a warp would spill"),
+    _Row(256, 64, 32, 4, 1, 2, "O takes half of the registers, so S has 32 columns"),
+)
+_MERGE_WARPS = 8
+_MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"
+
+
+@cache
+def catalog(arch: str) -> tuple[KernelConfig, ...]:
+    """Every kernel of an architecture, in a fixed order.
+
+    Raises:
+        ValueError: an unknown architecture.
+    """
+    target = get_arch(arch)
+    configs = []
+    for row in _ROWS:
+        for dtype in DTYPES:
+            for features in ((), ("bits",)):
+                shape = (row.head_dim, row.tile_q, row.tile_kv, row.warps, row.stages)
+                smem = _attend_smem(*shape, bool(features))
+                if smem > target.smem_block:
+                    continue
+                configs.append(
+                    KernelConfig(
+                        arch=target.name,
+                        kernel="attend_mma",
+                        head_dim=row.head_dim,
+                        dtype=dtype,
+                        tile_q=row.tile_q,
+                        tile_kv=row.tile_kv,
+                        warps=row.warps,
+                        stages=row.stages,
+                        min_ctas=min(row.ctas, target.smem_sm // (smem + SMEM_RESERVED)),
+                        features=features,
+                        why=row.why,
+                    )
+                )
+    for dtype in DTYPES:
+        configs.append(
+            KernelConfig(
+                target.name,
+                "merge_splits",
+                MAX_HEAD_DIM,
+                dtype,
+                tile_q=0,
+                tile_kv=0,
+                warps=_MERGE_WARPS,
+                stages=1,
+                min_ctas=1,
+                features=(),
+                why=_MERGE_WHY,
+            )
+        )
+    return tuple(configs)
+
+
+def find(
+    arch: str, kernel: str, dtype: str, head_dim: int, tile_q: int, tile_kv: int, bits: bool
+) -> KernelConfig | None:
+    """The entry that serves these sizes: the one of the smallest head dim that suffices.
+
+    Args:
+        arch: architecture name.
+        kernel: kernel name.
+        dtype: ``"float16"`` or ``"bfloat16"``.
+        head_dim: head dim of the request.
+        tile_q: query rows of the physical tile, exact.
+        tile_kv: its KV columns, exact.
+        bits: whether token bits must be read.
+
+    Returns:
+        None when the catalog has no such entry.
+    """
+    fitting = [
+        config
+        for config in catalog(arch)
+        if (config.kernel, config.dtype, config.bits) == (kernel, dtype, bits)
+        and (config.tile_q, config.tile_kv) == (tile_q, tile_kv)
+        and config.head_dim >= head_dim
+    ]
+    return min(fitting, key=lambda config: config.head_dim, default=None)
+
+
+def merge_for(config: KernelConfig) -> KernelConfig:
+    """The ``merge_splits`` entry that combines an attention kernel's split parts."""
+    for other in catalog(config.arch):
+        if (other.kernel, other.dtype) == ("merge_splits", config.dtype):
+            return other
+    known = ", ".join(DTYPES)
+    raise ValueError(wrong("config.dtype", f"one of {known}", config.dtype, "use a catalog entry"))
+
+
+def why_not(config: KernelConfig, smem_block: int) -> str | None:
+    """Why a kernel cannot run where a CTA may use this much shared memory, or None.
+
+    Args:
+        config: the entry.
+        smem_block: bytes that the device allows one CTA (:attr:`Arch.smem_block`).
+
+    >>> why_not(catalog("sm_90a")[0], 16 * 1024)
+    '26624 bytes of shared memory a CTA are needed, the device allows 16384'
+    """
+    if config.smem_bytes > smem_block:
+        return (
+            f"{config.smem_bytes} bytes of shared memory a CTA are needed, "
+            f"the device allows {smem_block}"
+        )
+    return None
+
+
+def fingerprint(arch: str) -> str:
+    """Short digest of an architecture's catalog; changes when any entry's shape does.
+
+    A profile table carries it, so that one measured on other kernels is noticed.
+    """
+    shapes = sorted((config.name, config.min_ctas, config.smem_bytes) for config in catalog(arch))
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]

@@ -1,0 +1,49 @@
+"""From a catalog entry to CUDA source: a few lines that instantiate one entry function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tessera_cupy._resources import kernels_dir
+from tessera_cupy.kernels.catalog import KernelConfig
+
+_TYPES = {"float16": "half_t", "bfloat16": "bf16_t"}
+
+
+def source(config: KernelConfig) -> str:
+    """The translation unit of one catalog entry.
+
+    >>> from tessera_cupy.kernels.catalog import catalog
+    >>> print(source(catalog("sm_80")[-1]))
+    // merge_splits_bf16 for sm_80
+    #include "merge_splits.cu"
+    <BLANKLINE>
+    TESSERA_MERGE_SPLITS(bf16_t, 8)
+    <BLANKLINE>
+    """
+    element = _TYPES[config.dtype]
+    head = f'// {config.name} for {config.arch}\n#include "{config.kernel}.cu"\n\n'
+    if config.kernel == "merge_splits":
+        return f"{head}TESSERA_MERGE_SPLITS({element}, {config.warps})\n"
+    sizes = (config.head_dim, config.tile_q, config.tile_kv, config.warps, config.stages)
+    shape = ", ".join(map(str, sizes)) + (", true" if config.bits else ", false")
+    return (
+        f"{head}TESSERA_ATTEND_MMA({element}, {shape}, {config.min_ctas})\n\n"
+        f"using Config = tessera::AttendConfig<tessera::{element}, {shape}>;\n"
+        f"static_assert(sizeof(tessera::SharedStorage<Config>) == {config.smem_bytes},\n"
+        '              "the catalog\'s smem_bytes is not the size of SharedStorage");\n'
+    )
+
+
+def read_sources(folder: Path | None = None) -> dict[str, bytes]:
+    """Read the CUDA sources, by the name that they include each other with.
+
+    Args:
+        folder: None means the package's own.
+
+    Returns:
+        Contents by path relative to the folder, such as ``"common/ptx.cuh"``, sorted.
+    """
+    folder = folder or kernels_dir()
+    paths = sorted(path for path in folder.rglob("*.cu*") if path.suffix in (".cu", ".cuh"))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}

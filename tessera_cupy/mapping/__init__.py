@@ -1,0 +1,21 @@
+"""Mapping: a mask's logical blocks become the physical tiles that kernels compute."""
+
+from __future__ import annotations
+
+from tessera_cupy.mapping.check import expand
+from tessera_cupy.mapping.planner import Mapping, choose_slot, map_mask, why_not
+from tessera_cupy.mapping.stats import issued_pairs, useful_fraction
+from tessera_cupy.mapping.tiles import GROUP_ROWS, Tiles, TileShape
+
+__all__ = [
+    "GROUP_ROWS",
+    "Mapping",
+    "TileShape",
+    "Tiles",
+    "choose_slot",
+    "expand",
+    "issued_pairs",
+    "map_mask",
+    "useful_fraction",
+    "why_not",
+]

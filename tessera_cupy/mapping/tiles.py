@@ -1,0 +1,112 @@
+"""Physical tiles: the arrays that mapping hands to organization and to the kernels.
+
+A *tile* is a set of neighbouring query rows and the list of KV *fragments* that
+they attend to. A fragment is a run of at most ``slot`` neighbouring KV rows. One
+kernel *step* loads ``shape.fragments`` consecutive fragments of the list side by
+side into a physical KV tile of ``shape.kv`` columns: fragment ``i`` of a step owns
+columns ``[i * slot, (i + 1) * slot)``, and columns past its length are masked.
+
+Retain, merge, split and pack differ only in which fragments share a step, so the
+kernels and the executor know nothing of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Rows in one membership group. Both ``mma.m16n8k16`` and ``wgmma.m64`` give a
+#: thread rows ``r`` and ``r + 8`` of its warp's 16 rows in separate registers, so
+#: eight-row groups cost no more than sixteen-row ones, and they make block sizes
+#: that are only multiples of 8 exact.
+GROUP_ROWS = 8
+
+
+@dataclass(frozen=True, order=True)
+class TileShape:
+    """Geometry of a physical tile: query rows, KV columns a step, columns a fragment slot.
+
+    ``q`` and ``kv`` are multiples of 8; ``slot`` is a power of two from 8 to ``kv``
+    that divides ``kv``.
+    """
+
+    q: int
+    kv: int
+    slot: int
+
+    @property
+    def fragments(self) -> int:
+        """Fragment slots in one step."""
+        return self.kv // self.slot
+
+    @property
+    def groups(self) -> int:
+        """Membership groups of :data:`GROUP_ROWS` query rows in one tile."""
+        return self.q // GROUP_ROWS
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Struct of arrays over T tiles and F fragments; all C-contiguous, on the host.
+
+    Attributes:
+        shape: the geometry that the arrays were built for.
+        heads: number of mask heads (mask batch x mask heads) that ``tile_head`` counts.
+        tile_head: (T,) int32, mask head ``b * mask.heads + h`` of a tile; tiles are
+            sorted by head, then by first row. Broadcast masks are not expanded.
+        tile_q: (T, 2) int32, first query row and number of rows (1 to ``shape.q``).
+            Every query row of a head is in exactly one tile, also when its list is empty.
+        frag_offsets: (T + 1,) int64, CSR over tiles. A tile's list holds whole steps
+            except that the last step may be short.
+        frag_start: (F,) int32, first KV row.
+        frag_len: (F,) int32, rows, 0 to ``shape.slot``; 0 pads a step.
+        frag_members: (F,) uint32, bit ``g`` set when the rows of group ``g``
+            (rows ``8 g`` to ``8 g + 7`` of the tile) attend to the fragment. Bits past
+            the tile's rows are 0. A fragment with no members is loaded by nobody.
+        frag_bits: (F,) int32, index into ``bits``, or -1 where membership says it all.
+        bits: (P, shape.q, ceil(shape.slot / 32)) uint32 token bits in the tile's own
+            coordinates: bit ``c % 32`` of word ``c // 32`` of row ``r`` is set when row
+            ``r`` of the tile attends to column ``c`` of the fragment. They refine
+            membership: a bit outside the members is 0.
+    """
+
+    shape: TileShape
+    heads: int
+    tile_head: NDArray[np.int32]
+    tile_q: NDArray[np.int32]
+    frag_offsets: NDArray[np.int64]
+    frag_start: NDArray[np.int32]
+    frag_len: NDArray[np.int32]
+    frag_members: NDArray[np.uint32]
+    frag_bits: NDArray[np.int32]
+    bits: NDArray[np.uint32] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.tile_head)
+
+    @property
+    def steps(self) -> NDArray[np.int32]:
+        """(T,) int32: kernel steps of each tile."""
+        counts = np.diff(self.frag_offsets)
+        return ((counts + self.shape.fragments - 1) // self.shape.fragments).astype(np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(a.nbytes for a in self.arrays().values())
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays by name, in the order of the class."""
+        return {
+            "tile_head": self.tile_head,
+            "tile_q": self.tile_q,
+            "frag_offsets": self.frag_offsets,
+            "frag_start": self.frag_start,
+            "frag_len": self.frag_len,
+            "frag_members": self.frag_members,
+            "frag_bits": self.frag_bits,
+            "bits": self.bits,
+        }

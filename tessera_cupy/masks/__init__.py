@@ -1,0 +1,7 @@
+"""Logical masks: which query blocks attend to which KV blocks, in one canonical form."""
+
+from __future__ import annotations
+
+from tessera_cupy.masks.block_mask import BlockMask
+
+__all__ = ["BlockMask"]

@@ -1,0 +1,69 @@
+"""A mask as a few lines of text: the repr of BlockMask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tessera_cupy.masks.block_mask import BlockMask
+
+_LINES, _COLUMNS = 8, 32
+_HALVES = " ▀▄█"
+_SHADES = " ░▒▓█"
+
+
+def draw(mask: BlockMask) -> str:
+    """One line of figures, then the first head's blocks.
+
+    A small mask is drawn block by block, two rows to a line. A larger one is binned,
+    and a character's shade is the fraction of its blocks that are active, so that a
+    blank is a bin with none.
+    """
+    nq, nk = mask.num_blocks
+    sides = f"{nq}x{nk} blocks of {mask.block_size[0]}x{mask.block_size[1]}"
+    parts = [
+        f"batch {mask.batch}, heads {mask.heads}",
+        f"{sides} (ragged)" if mask.ragged else sides,
+        f"{mask.shape[0]}x{mask.shape[1]} tokens",
+        f"density {mask.density():.3g}",
+        f"run coverage {mask.run_coverage():.2f}",
+    ]
+    if len(mask.token_bits):
+        parts.append(f"{np.count_nonzero(mask.partial >= 0)} partial")
+    return "\n".join([f"BlockMask({', '.join(parts)})", *_picture(mask)])
+
+
+def _picture(mask: BlockMask) -> list[str]:
+    nq, nk = mask.num_blocks
+    if not nq or not nk:
+        return []
+    exact = nq <= 2 * _LINES and nk <= _COLUMNS
+    height, width = (nq, nk) if exact else (min(nq, _LINES), min(nk, _COLUMNS))
+    counts = np.diff(mask.indptr[: nq + 1])
+    rows = np.repeat(np.arange(nq) * height // nq, counts)
+    columns = mask.indices[: mask.indptr[nq]].astype(np.int64) * width // nk
+    hits = np.bincount(rows * width + columns, minlength=height * width).reshape(height, width)
+    cells = _halves(hits > 0) if exact else _shades(hits, nq, nk)
+    return [f"│{line}│" for line in cells]
+
+
+def _halves(active: NDArray[np.bool_]) -> list[str]:
+    padded = np.zeros((len(active) + len(active) % 2, active.shape[1]), np.int64)
+    padded[: len(active)] = active
+    return _text(_HALVES, padded[::2] + 2 * padded[1::2])
+
+
+def _shades(hits: NDArray[np.int64], nq: int, nk: int) -> list[str]:
+    height, width = hits.shape
+    tall = np.bincount(np.arange(nq) * height // nq)
+    wide = np.bincount(np.arange(nk) * width // nk)
+    fraction = hits / (tall[:, None] * wide)
+    return _text(_SHADES, np.ceil(fraction * (len(_SHADES) - 1)).astype(np.int64))
+
+
+def _text(glyphs: str, levels: NDArray[np.int64]) -> list[str]:
+    return ["".join(glyphs[level] for level in line) for line in levels.tolist()]

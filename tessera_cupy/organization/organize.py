@@ -1,0 +1,278 @@
+"""Organization: physical tiles to tasks in launch order.
+
+A task is one CTA's work. This module decides which tiles become several tasks
+(split-K), and in which order the tasks start; it never changes what is computed.
+Everything here is a pure function of its arguments: the order is fixed before
+the launch, so no kernel needs an atomic counter and results are repeatable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tessera_cupy.errors import wrong
+from tessera_cupy.mapping.tiles import Tiles
+from tessera_cupy.organization.tasks import Tasks
+
+#: Split-K parts that one resident CTA should find on average. Fewer leave CTAs idle at
+#: the end, when only the longest tiles still run; more cost workspace and merging.
+_PARTS_PER_CTA = 4
+
+#: Shortest part worth a workspace slot: a part writes O once in float32 and the merge
+#: reads it back, which is small beside eight steps of loads and arithmetic.
+_MIN_PART_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Organization:
+    """Which orders and cuts :func:`organize` applies; all off is plain row order.
+
+    Attributes:
+        runs: within a group of heads, order tiles by the KV position of their longest run
+            of neighbouring fragments, so that CTAs in flight read the same KV rows.
+        longest: within a group of heads, start the longest tasks first. Lengths are compared
+            in buckets of about 6 percent, so that near ties keep the order of rows or runs.
+        alternate: every second task walks its steps from the last to the first, so that it
+            begins where the task before it ended.
+        split: cut long tiles in parts that run at the same time (split-K).
+
+    Example:
+        >>> Organization(longest=True, split=True).name
+        'longest+split'
+        >>> Organization.parse("rows") == Organization()
+        True
+    """
+
+    runs: bool = False
+    longest: bool = False
+    alternate: bool = False
+    split: bool = False
+
+    @property
+    def name(self) -> str:
+        """The parts that are on, joined by ``+`` in the order of the class, or ``rows``."""
+        return "+".join(f.name for f in fields(self) if getattr(self, f.name)) or "rows"
+
+    @classmethod
+    def parse(cls, name: str) -> Organization:
+        """The organization with this :attr:`name`.
+
+        Raises:
+            ValueError: a part is unknown, repeated or out of order.
+        """
+        known = [f.name for f in fields(cls)]
+        parts = [] if name == "rows" else name.split("+")
+        made = cls(**{part: True for part in parts if part in known})
+        if made.name != name:
+            expected = f'"rows" or parts of {known} in this order joined by "+"'
+            raise ValueError(wrong("organization", expected, repr(name), "correct the name"))
+        return made
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What organization needs to know of a GPU.
+
+    Attributes:
+        sms: streaming multiprocessors.
+        ctas_per_sm: CTAs of the kernel that one of them holds at a time.
+        l2_bytes: L2 cache that K and V may fill, in bytes.
+    """
+
+    sms: int
+    ctas_per_sm: int
+    l2_bytes: int
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no GPU has."""
+        for name, least in (("sms", 1), ("ctas_per_sm", 1), ("l2_bytes", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(
+                    wrong(name, f"at least {least}", value, "describe the GPU that will run this")
+                )
+
+    @property
+    def capacity(self) -> int:
+        """CTAs that run at the same time."""
+        return self.sms * self.ctas_per_sm
+
+
+def organize(
+    tiles: Tiles,
+    organization: Organization,
+    *,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    mask_batch: int,
+    mask_heads: int,
+    kv_bytes_per_head: int,
+    device: DeviceModel,
+) -> Tasks:
+    """Order and cut the tiles of a request.
+
+    Tiles of a broadcast mask axis give tasks for every batch entry and query head that
+    shares them. Tasks run group by group, a group being as many KV heads (over batch and
+    heads, in memory order) as fit in L2 together, with all query heads that read them.
+
+    Args:
+        tiles: mapping's output, for ``mask_batch * mask_heads`` mask heads.
+        organization: the orders and cuts to apply.
+        batch: batch entries of the request.
+        q_heads: query heads of one batch entry, a multiple of ``kv_heads``.
+        kv_heads: KV heads of one batch entry.
+        mask_batch: 1, or ``batch``.
+        mask_heads: 1, or ``q_heads``.
+        kv_bytes_per_head: bytes of K and V of one KV head together.
+        device: the GPU to organize for.
+
+    Returns:
+        The tasks in launch order. Each (query head, tile) is in one task with slot -1, or in
+        several that take its steps apart, with consecutive slots in the order of the steps.
+
+    Raises:
+        ValueError: heads or batch do not fit each other or the tiles.
+
+    Example:
+        >>> tasks = organize(
+        ...     tiles,
+        ...     Organization(longest=True),
+        ...     batch=1,
+        ...     q_heads=8,
+        ...     kv_heads=8,
+        ...     mask_batch=1,
+        ...     mask_heads=8,
+        ...     kv_bytes_per_head=2 * 57600 * 128 * 2,
+        ...     device=DeviceModel(sms=132, ctas_per_sm=2, l2_bytes=32 << 20),
+        ... )
+        ... # doctest: +SKIP
+    """
+    _check_heads(tiles.heads, batch, q_heads, kv_heads, mask_batch, mask_heads)
+    head, tile = _spread(tiles.tile_head, batch, q_heads, mask_batch, mask_heads)
+    steps = tiles.steps.astype(np.int64)[tile]
+
+    parts = np.ones_like(steps)
+    if organization.split:
+        parts = _parts(steps, device.capacity)
+    slots = np.where(parts > 1, parts, 0)
+    first_slot = np.cumsum(slots) - slots
+
+    owner = np.repeat(np.arange(len(parts)), parts)
+    part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
+    begin = steps[owner] * part // parts[owner]
+    end = steps[owner] * (part + 1) // parts[owner]
+    slot = np.where(parts[owner] > 1, first_slot[owner] + part, -1)
+    head_of, tile_of = head[owner], tile[owner]
+
+    # From here on only the order changes. Last key first, as lexsort takes them; the sort
+    # is stable, so what no key tells apart stays in the order of head, row and part.
+    keys: list[NDArray[np.int64]] = []
+    kv_head = head_of // (q_heads // kv_heads)
+    if organization.runs:
+        keys += [_run_positions(tiles)[tile_of], kv_head]
+    if organization.longest:
+        keys += [-_length_bucket(end - begin)]
+    if keys:
+        keys += [kv_head // max(1, device.l2_bytes // max(1, kv_bytes_per_head))]
+        order = np.lexsort(keys)
+        head_of, tile_of, slot = head_of[order], tile_of[order], slot[order]
+        begin, end = begin[order], end[order]
+
+    cut = parts > 1
+    reverse = np.zeros(len(owner), np.bool_)
+    if organization.alternate:
+        reverse[1::2] = True
+    return Tasks(
+        task_head=head_of.astype(np.int32),
+        task_tile=tile_of.astype(np.int32),
+        task_begin=begin.astype(np.int32),
+        task_end=end.astype(np.int32),
+        task_reverse=reverse,
+        task_slot=slot.astype(np.int32),
+        merge_head=head[cut].astype(np.int32),
+        merge_tile=tile[cut].astype(np.int32),
+        merge_offsets=np.concatenate([[0], np.cumsum(parts[cut])]).astype(np.int32),
+    )
+
+
+def _check_heads(
+    tiles_heads: int, batch: int, q_heads: int, kv_heads: int, mask_batch: int, mask_heads: int
+) -> None:
+    if kv_heads < 1 or q_heads % kv_heads:
+        raise ValueError(
+            wrong("q_heads", f"a multiple of kv_heads={kv_heads}", q_heads, "repeat or drop heads")
+        )
+    for name, got, full in (("mask_batch", mask_batch, batch), ("mask_heads", mask_heads, q_heads)):
+        if got not in (1, full):
+            raise ValueError(wrong(name, f"1 or {full}", got, "give the mask one entry for each"))
+    if tiles_heads != mask_batch * mask_heads:
+        expected = f"tiles of {mask_batch} x {mask_heads} mask heads"
+        raise ValueError(wrong("tiles", expected, f"{tiles_heads} heads", "map this mask"))
+
+
+def _spread(
+    tile_head: NDArray[np.int32], batch: int, q_heads: int, mask_batch: int, mask_heads: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Query head and tile of every pair of the request, by head, then by row."""
+    heads = np.arange(batch * q_heads, dtype=np.int64)
+    of_batch = heads // q_heads if mask_batch > 1 else 0
+    of_head = heads % q_heads if mask_heads > 1 else 0
+    mask_head = of_batch * mask_heads + of_head + np.zeros_like(heads)
+    low = np.searchsorted(tile_head, mask_head, side="left")
+    count = np.searchsorted(tile_head, mask_head, side="right") - low
+    start = np.cumsum(count) - count
+    tile = np.arange(count.sum(), dtype=np.int64) + np.repeat(low - start, count)
+    return np.repeat(heads, count), tile
+
+
+def _parts(steps: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """Split-K parts of each tile.
+
+    A tile is cut when it alone would keep one CTA busy for longer than a good share of the
+    whole request: then the others would wait for it. Tiles up to half above the limit stay
+    whole, since halving them gains less than the merge costs.
+    """
+    limit = max(_MIN_PART_STEPS, -(-int(steps.sum()) // (_PARTS_PER_CTA * capacity)))
+    return np.where(2 * steps > 3 * limit, -(-steps // limit), 1)
+
+
+def _length_bucket(steps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number of the 1/16-wide bucket of each length; a longer length never has a smaller one.
+
+    The edges are integers, so that buckets do not hang on a machine's logarithm.
+    """
+    edges = [1]
+    longest = int(steps.max(initial=0))
+    while edges[-1] <= longest:
+        edges.append(max(edges[-1] + 1, edges[-1] * 17 // 16))
+    return np.searchsorted(np.array(edges), steps, side="right")
+
+
+def _run_positions(tiles: Tiles) -> NDArray[np.int64]:
+    """First KV row of each tile's longest run of neighbouring fragments.
+
+    The first of equally long runs counts. Fragments that nobody loads neither lengthen nor
+    break a run of neighbours, and a tile with none that is loaded has position 0.
+    """
+    loaded = np.flatnonzero((tiles.frag_len > 0) & (tiles.frag_members != 0))
+    position = np.zeros(len(tiles), np.int64)
+    if not len(loaded):
+        return position
+    owner = np.searchsorted(tiles.frag_offsets, loaded, side="right") - 1
+    start = tiles.frag_start[loaded].astype(np.int64)
+    length = tiles.frag_len[loaded].astype(np.int64)
+    opens = np.ones(len(loaded), np.bool_)
+    opens[1:] = (owner[1:] != owner[:-1]) | (start[1:] != start[:-1] + length[:-1])
+    opened = np.flatnonzero(opens)
+    run_owner, run_start = owner[opened], start[opened]
+    run_length = np.add.reduceat(length, opened)
+    best_first = np.lexsort((-run_length, run_owner))
+    is_best = np.ones(len(opened), np.bool_)
+    is_best[1:] = run_owner[best_first][1:] != run_owner[best_first][:-1]
+    best = best_first[is_best]
+    position[run_owner[best]] = run_start[best]
+    return position

@@ -1,0 +1,75 @@
+"""The facts of a request that a profile table decides by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tessera_cupy.masks import BlockMask
+
+
+@dataclass(frozen=True)
+class Features:
+    """One request, as a profile table sees it.
+
+    Attributes:
+        block_q, block_kv: rows and columns of a logical block in tokens; of the largest
+            block where the mask is ragged.
+        ragged: whether blocks differ in size by more than a short last one.
+        token_bits: whether some blocks are partial, with a mask of their own per token.
+        dtype: "float16" or "bfloat16".
+        head_dim: elements of one query row.
+        layout: "BHSD" or "BSHD".
+        heads: batch times query heads.
+        tokens: KV length.
+        density: kept fraction of the token pairs, 0 to 1.
+        run_coverage: fraction of the active blocks in horizontal runs of two or more.
+    """
+
+    block_q: int
+    block_kv: int
+    ragged: bool
+    token_bits: bool
+    dtype: str
+    head_dim: int
+    layout: str
+    heads: int
+    tokens: int
+    density: float
+    run_coverage: float
+
+    @classmethod
+    def of(
+        cls,
+        mask: BlockMask,
+        *,
+        batch: int,
+        q_heads: int,
+        dtype: str,
+        head_dim: int,
+        layout: str,
+    ) -> Features:
+        """Features of a request that applies ``mask`` to ``batch * q_heads`` heads.
+
+        >>> from tessera_cupy.masks import BlockMask
+        >>> mask = BlockMask.from_dense([[1, 1], [0, 1]], (64, 64))
+        >>> Features.of(
+        ...     mask, batch=1, q_heads=2, dtype="float16", head_dim=64, layout="BHSD"
+        ... ).density
+        0.75
+        """
+        q_sizes, kv_sizes = mask.q_block_sizes, mask.kv_block_sizes
+        return cls(
+            block_q=mask.block_size[0] if q_sizes is None else int(q_sizes.max(initial=0)),
+            block_kv=mask.block_size[1] if kv_sizes is None else int(kv_sizes.max(initial=0)),
+            ragged=q_sizes is not None or kv_sizes is not None,
+            token_bits=len(mask.token_bits) > 0,
+            dtype=dtype,
+            head_dim=head_dim,
+            layout=layout,
+            heads=batch * q_heads,
+            tokens=mask.shape[1],
+            density=mask.density(),
+            run_coverage=mask.run_coverage(),
+        )

@@ -1,0 +1,94 @@
+"""Plan names: kernel, physical tile, mapping and organization in one readable line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tessera_cupy.errors import wrong
+from tessera_cupy.mapping import GROUP_ROWS, Mapping
+from tessera_cupy.organization import Organization
+
+#: Attention kernels that a plan may name.
+KERNELS = ("attend_mma",)
+
+_EXAMPLE = "attend_mma/q64k64/retain-pack/longest+split"
+_TILE = re.compile(r"q([1-9][0-9]*)k([1-9][0-9]*)")
+_MAX_TILE = 32 * GROUP_ROWS  # a fragment has 32 membership bits
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """What to do with a request, apart from the request itself.
+
+    Attributes:
+        kernel: name of the attention kernel, one of :data:`KERNELS`.
+        tile_q, tile_kv: query rows and KV columns of a physical tile, multiples of 8.
+        mapping: how logical blocks become physical tiles, on each side.
+        organization: how tiles become tasks.
+
+    Raises:
+        ValueError: an unknown kernel, or a tile size that no kernel can have.
+
+    >>> PlanSpec.parse("attend_mma/q64k64/retain-pack/longest+split").mapping.kv
+    'pack'
+    """
+
+    kernel: str
+    tile_q: int
+    tile_kv: int
+    mapping: Mapping
+    organization: Organization
+
+    def __post_init__(self) -> None:
+        if self.kernel not in KERNELS:
+            expected, fix = f"one of {', '.join(KERNELS)}", "name a kernel that exists"
+            raise ValueError(wrong("kernel", expected, repr(self.kernel), fix))
+        for name, size in (("tile_q", self.tile_q), ("tile_kv", self.tile_kv)):
+            if size % 8 or not 8 <= size <= _MAX_TILE:
+                expected = f"a multiple of 8 from 8 to {_MAX_TILE}"
+                raise ValueError(wrong(name, expected, size, "name a tile of the catalog"))
+
+    @property
+    def name(self) -> str:
+        """The plan's name; :meth:`parse` reads it back."""
+        tile = f"q{self.tile_q}k{self.tile_kv}"
+        return f"{self.kernel}/{tile}/{self.mapping.name}/{self.organization.name}"
+
+    @classmethod
+    def parse(cls, name: str) -> PlanSpec:
+        """Read a plan name such as ``attend_mma/q64k64/retain-pack/longest+split``.
+
+        Raises:
+            ValueError: the name is not the ``name`` of any plan.
+        """
+        parts = name.split("/")
+        tile = _TILE.fullmatch(parts[1]) if len(parts) == 4 else None
+        if tile is None:
+            expected = "kernel/q<rows>k<columns>/<q mapping>-<kv mapping>/<organization>"
+            raise ValueError(wrong("plan", expected, repr(name), f"write it like {_EXAMPLE}"))
+        return cls(
+            kernel=parts[0],
+            tile_q=int(tile[1]),
+            tile_kv=int(tile[2]),
+            mapping=Mapping.parse(parts[2]),
+            organization=Organization.parse(parts[3]),
+        )
+
+    def serves(self, block_q: int, block_kv: int, *, ragged: bool) -> bool:
+        """Whether the mapping is eligible for blocks of this size, whatever the mask's content.
+
+        ``ragged`` sizes are those of the largest block. A merge of ragged blocks depends on
+        where the blocks lie, so it is never promised here.
+        """
+        return _serves(self.mapping.q, block_q, self.tile_q, ragged) and _serves(
+            self.mapping.kv, block_kv, self.tile_kv, ragged
+        )
+
+
+def _serves(how: str, block: int, tile: int, ragged: bool) -> bool:
+    if how == "retain":
+        return block <= tile
+    if how == "merge":
+        return 2 * block <= tile and not ragged
+    return how == "pack" or block > tile

@@ -1,0 +1,196 @@
+"""What is asked for: the shapes, dtype and layout of a call, checked once at the edge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tessera_cupy import interop
+from tessera_cupy.errors import wrong
+from tessera_cupy.masks import BlockMask
+
+if TYPE_CHECKING:
+    from tessera_cupy.kernels.arch import Arch
+
+#: Axes of q, k, v and o: batch, heads, sequence, head dim.
+LAYOUTS = ("BHSD", "BSHD")
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of an array that need not exist, to plan without data.
+
+    >>> ArraySpec((1, 12, 32760, 128), "bfloat16").shape[2]
+    32760
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, without its data.
+
+    Attributes:
+        arch: architecture that the plan is for.
+        batch, q_heads, kv_heads, sq, skv, head_dim: sizes; ``q_heads`` is a multiple of
+            ``kv_heads``.
+        dtype: element type of q, k, v and o.
+        layout: ``"BHSD"`` or ``"BSHD"``.
+    """
+
+    arch: Arch
+    batch: int
+    q_heads: int
+    kv_heads: int
+    sq: int
+    skv: int
+    head_dim: int
+    dtype: str
+    layout: str
+
+    @property
+    def kernel_dtype(self) -> str:
+        """The dtype of the kernel; the executor's float32 is planned like float16."""
+        return self.dtype if self.dtype in interop.GPU_DTYPES else "float16"
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """Shape of q and o in the request's layout."""
+        return _in_layout(self.batch, self.q_heads, self.sq, self.head_dim, self.layout)
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        """Shape of k and v in the request's layout."""
+        return _in_layout(self.batch, self.kv_heads, self.skv, self.head_dim, self.layout)
+
+
+def _in_layout(
+    batch: int, heads: int, sequence: int, dim: int, layout: str
+) -> tuple[int, int, int, int]:
+    if layout == "BHSD":
+        return (batch, heads, sequence, dim)
+    return (batch, sequence, heads, dim)
+
+
+def sizes(shape: tuple[int, ...], layout: str, name: str) -> tuple[int, int, int, int]:
+    """(batch, heads, sequence, head dim) of a shape.
+
+    Raises:
+        ValueError: the shape does not have four axes, or the layout is unknown.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(
+            wrong("layout", " or ".join(map(repr, LAYOUTS)), repr(layout), "name the axes so")
+        )
+    if len(shape) != 4:
+        raise ValueError(
+            wrong(
+                name,
+                f"four axes in layout {layout}",
+                f"shape {tuple(shape)}",
+                "add batch and head axes",
+            )
+        )
+    if layout == "BHSD":
+        batch, heads, sequence, dim = shape
+    else:
+        batch, sequence, heads, dim = shape
+    return int(batch), int(heads), int(sequence), int(dim)
+
+
+def make_request(
+    mask: BlockMask, q: Any, k: Any, v: Any, *, layout: str, arch: Arch, on_gpu: bool
+) -> Request:
+    """Check a call's shapes against each other and the mask.
+
+    Args:
+        mask: the mask that the call applies.
+        q: an array or :class:`ArraySpec`.
+        k: the same, or None for q's own sizes with the mask's KV length.
+        v: as k.
+        layout: axes of all of them.
+        arch: architecture to plan for.
+        on_gpu: whether kernels will run it, or the NumPy executor.
+
+    Raises:
+        ValueError: shapes that do not fit; TypeError: dtypes that no kernel takes.
+    """
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            wrong(
+                "mask",
+                "a BlockMask",
+                type(mask).__name__,
+                "build one, for example with BlockMask.from_dense(mask, (64, 64))",
+            )
+        )
+    batch, q_heads, sq, head_dim = sizes(tuple(q.shape), layout, "q")
+    kv_batch, kv_heads, skv, k_dim = batch, q_heads, mask.shape[1], head_dim
+    if k is not None:
+        kv_batch, kv_heads, skv, k_dim = sizes(tuple(k.shape), layout, "k")
+    dtype = _checked_dtype(q, k, v, interop.GPU_DTYPES if on_gpu else interop.HOST_DTYPES)
+
+    if kv_batch != batch:
+        raise ValueError(wrong("k", f"q's batch of {batch}", kv_batch, "repeat the smaller one"))
+    if k_dim != head_dim:
+        raise ValueError(
+            wrong("k", f"q's head dim of {head_dim}", k_dim, "pad the smaller with zeros")
+        )
+    if v is not None and k is not None and tuple(v.shape) != tuple(k.shape):
+        raise ValueError(
+            wrong("v", f"k's shape {tuple(k.shape)}", f"shape {tuple(v.shape)}", "make them equal")
+        )
+    if kv_heads < 1 or q_heads % kv_heads:
+        raise ValueError(
+            wrong(
+                "k",
+                f"a number of heads that divides q's {q_heads}",
+                f"{kv_heads} heads",
+                "repeat KV heads until it does",
+            )
+        )
+    if head_dim < 8 or head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            wrong(
+                "q",
+                f"a head dim that is a multiple of 8, from 8 to {MAX_HEAD_DIM}",
+                head_dim,
+                "pad q, k and v with zeros, keep sm_scale, and cut the result",
+            )
+        )
+    if mask.shape != (sq, skv):
+        raise ValueError(
+            wrong(
+                "mask",
+                f"{sq} query and {skv} key tokens, as in q and k",
+                f"a mask of {mask.shape[0]} query and {mask.shape[1]} key tokens",
+                "build the mask for these lengths",
+            )
+        )
+    for axis, got, full in (("batch", mask.batch, batch), ("head", mask.heads, q_heads)):
+        if got not in (1, full):
+            raise ValueError(
+                wrong(
+                    "mask",
+                    f"a {axis} axis of 1 or {full} (one for each query head)",
+                    got,
+                    "give one mask to each, or one to all",
+                )
+            )
+    return Request(arch, batch, q_heads, kv_heads, sq, skv, head_dim, dtype, layout)
+
+
+def _checked_dtype(q: Any, k: Any, v: Any, accepted: tuple[str, ...]) -> str:
+    dtype = interop.dtype_name(q) if not isinstance(q, ArraySpec) else q.dtype
+    if dtype not in accepted:
+        raise TypeError(wrong("q", " or ".join(accepted), dtype, f"cast it to {accepted[0]}"))
+    for name, array in (("k", k), ("v", v)):
+        if array is None:
+            continue
+        other = array.dtype if isinstance(array, ArraySpec) else interop.dtype_name(array)
+        if other != dtype:
+            raise TypeError(wrong(name, f"q's dtype {dtype}", other, f"cast it to {dtype}"))
+    return dtype

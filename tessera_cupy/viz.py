@@ -1,0 +1,481 @@
+"""Pictures of masks and of the physical tiles that they become, drawn with matplotlib.
+
+Everything is drawn at block resolution from the plain arrays, with no GPU. Colours are the
+Okabe-Ito set, told apart by colour-blind readers, and each step also carries its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tessera_cupy.errors import wrong
+from tessera_cupy.mapping import Mapping, map_mask, useful_fraction, why_not
+from tessera_cupy.mapping.kv_side import largest_kv_block
+from tessera_cupy.mapping.planner import MAX_TILE_Q
+from tessera_cupy.mapping.q_side import largest_q_block
+from tessera_cupy.mapping.tiles import GROUP_ROWS, Tiles
+from tessera_cupy.masks import BlockMask
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+#: Steps of a tile take these in turn: sky blue, orange, green, purple.
+STEP_COLOURS = ("#56B4E9", "#E69F00", "#4DB892", "#CC79A7")
+
+_KEPT, _PARTIAL, _SKIPPED = "#0072B2", "#E69F00", "#F2F2F2"
+_INK = "#222222"
+_WASTE: dict[str, Any] = {
+    "facecolor": "#FFFFFF",
+    "edgecolor": "#8A8A8A",
+    "hatch": "//////",
+    "linewidth": 0.0,
+}
+_WINDOW_BLOCKS = (8, 24)
+_WAYS_ACROSS = 3
+_SMALLEST_LABEL = 4.5
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a mask: query tokens ``[q0, q1)`` and key tokens ``[kv0, kv1)``."""
+
+    q0: int
+    q1: int
+    kv0: int
+    kv1: int
+
+
+@dataclass(frozen=True)
+class TiledMask:
+    """A mask under one mapping.
+
+    Attributes:
+        mapping: the mapping.
+        gloss: what a step holds, in a few words.
+        tiles: the physical tiles.
+        useful: fraction of the tiles' work that is on active entries, over all heads.
+    """
+
+    mapping: Mapping
+    gloss: str
+    tiles: Tiles
+    useful: float
+
+
+def tile_each_way(mask: BlockMask) -> list[TiledMask]:
+    """Tile a mask under each kind of mapping that it allows.
+
+    For blocks of (bq, bkv), the largest ones where they are ragged, the physical tiles are:
+    the block itself (retain); tiles twice as wide, left half empty (retain), filled with a
+    neighbour (merge) or with the next active block (pack); tiles twice as high and wide
+    (merge, pack); and a quarter of the block (split).
+
+    >>> mask = BlockMask.from_dense(np.eye(4, dtype=bool), (64, 64))
+    >>> [(way.mapping.name, way.useful) for way in tile_each_way(mask)][:3]
+    [('retain-retain', 1.0), ('retain-retain', 0.5), ('retain-merge', 0.5)]
+    """
+    largest = (largest_q_block(mask), largest_kv_block(mask))
+    bq, bkv = (-(-size // GROUP_ROWS) * GROUP_ROWS for size in largest)
+    wanted = (
+        ("retain-retain", bq, bkv, "a step is a block"),
+        ("retain-retain", bq, 2 * bkv, "a block in each step, the rest empty"),
+        ("retain-merge", bq, 2 * bkv, "a step is two neighbours, wanted or not"),
+        ("retain-pack", bq, 2 * bkv, "a step is the next two wanted blocks"),
+        ("merge-pack", 2 * bq, 2 * bkv, "two rows of blocks share their steps"),
+        ("split-split", bq // 2, bkv // 2, "a block takes four small steps"),
+    )
+    made = []
+    for name, q, kv, gloss in wanted:
+        mapping = Mapping.parse(name)
+        if q % GROUP_ROWS or kv % GROUP_ROWS or q > MAX_TILE_Q:
+            continue
+        if why_not(mapping, mask, q, kv) is not None:
+            continue
+        tiles = map_mask(mask, mapping, q, kv)
+        made.append(TiledMask(mapping, gloss, tiles, useful_fraction(tiles, mask)))
+    return made
+
+
+def draw_mask(
+    ax: Axes, mask: BlockMask, *, batch: int = 0, head: int = 0, window: Window | None = None
+) -> None:
+    """Draw one head's mask, in tokens, with a legend.
+
+    Args:
+        ax: where to draw.
+        mask: the mask.
+        batch: entry of the mask's batch axis.
+        head: entry of the mask's head axis.
+        window: a part to frame.
+
+    Raises:
+        ValueError: ``batch`` or ``head`` is not in the mask.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch, Rectangle
+
+    row = _mask_head(mask, batch, head)
+    kind = _block_kinds(mask, row)
+    edges_q = _starts(mask.q_starts(), batch, head)
+    edges_kv = _starts(mask.kv_starts(), batch, head)
+    ax.pcolormesh(
+        edges_kv,
+        edges_q,
+        kind,
+        cmap=ListedColormap([_SKIPPED, _KEPT, _PARTIAL]),
+        vmin=0,
+        vmax=2,
+        rasterized=True,
+    )
+    ax.set_xlim(0, mask.shape[1])
+    ax.set_ylim(mask.shape[0], 0)
+    ax.set_aspect("equal")
+    ax.set_xlabel("key tokens")
+    ax.set_ylabel("query tokens")
+    handles = [
+        Patch(facecolor=_KEPT, label="kept block"),
+        Patch(facecolor=_SKIPPED, edgecolor="#BBBBBB", label="skipped block"),
+    ]
+    if (kind == 2).any():
+        handles.insert(1, Patch(facecolor=_PARTIAL, label="partly kept block"))
+    if window is not None:
+        frame = Rectangle(
+            (window.kv0, window.q0),
+            window.kv1 - window.kv0,
+            window.q1 - window.q0,
+            fill=False,
+            edgecolor="#D55E00",
+            linewidth=2.0,
+            label="part drawn as tiles",
+        )
+        ax.add_patch(frame)
+        handles.append(frame)
+    ax.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False
+    )
+
+
+def draw_tiles(ax: Axes, tiles: Tiles, *, head: int = 0, window: Window | None = None) -> None:
+    """Draw where the fragments of each tile's steps lie in the mask.
+
+    Colour and number give the step of its tile that computes a fragment. Rows of a fragment
+    that are computed for nothing are hatched. Lines are the edges of the tiles.
+
+    Args:
+        ax: where to draw.
+        tiles: the tiles of a mapping or a plan.
+        head: mask head, as ``tiles.tile_head`` counts them.
+        window: the part to draw; everything when None.
+
+    Raises:
+        ValueError: ``head`` is not in the tiles.
+    """
+    window = window or _everything(tiles, head)
+    work, waste = _Boxes(), _Boxes()
+    chosen = _tiles_in(tiles, head, window)
+    for tile in chosen:
+        for piece in _pieces(tiles, tile):
+            if not piece.touches(window):
+                continue
+            for top, bottom, member in piece.bands:
+                target = work if member else waste
+                target.add(piece.kv0, top, piece.length, bottom - top, piece.step)
+    waste.hatch(ax)
+    work.fill(ax)
+    work.number(ax, window.kv1 - window.kv0, window.q1 - window.q0)
+    for q0, rows in tiles.tile_q[chosen]:
+        for edge in (q0, q0 + rows):
+            ax.axhline(edge, color=_INK, linewidth=0.7)
+    ax.set_xlim(window.kv0, window.kv1)
+    ax.set_ylim(window.q1, window.q0)
+
+
+def draw_steps(ax: Axes, tiles: Tiles, *, head: int = 0, window: Window | None = None) -> None:
+    """Draw the physical tiles: a line for each tile, its steps side by side.
+
+    A box is one step of ``tiles.shape.q`` by ``tiles.shape.kv``. Its coloured part is active
+    entries; the hatched rest is work on inactive ones: rows that do not attend to a fragment,
+    columns and rows that hold nothing.
+
+    Args:
+        ax: where to draw.
+        tiles: the tiles of a mapping or a plan.
+        head: mask head, as ``tiles.tile_head`` counts them.
+        window: draw the steps that load keys of this part of the mask; all when None.
+
+    Raises:
+        ValueError: ``head`` is not in the tiles.
+    """
+    window = window or _everything(tiles, head)
+    shape = tiles.shape
+    steps, work = _Boxes(), _Boxes()
+    chosen = _tiles_in(tiles, head, window)
+    for line, tile in enumerate(chosen):
+        pieces = list(_pieces(tiles, tile))
+        drawn = sorted({p.step for p in pieces if p.touches(window)})
+        places = {step: place * shape.kv for place, step in enumerate(drawn)}
+        drop = line * shape.q - int(tiles.tile_q[tile, 0])
+        for step, left in places.items():
+            steps.add(left, line * shape.q, shape.kv, shape.q, step)
+        for piece in pieces:
+            if piece.step in places:
+                left = places[piece.step] + piece.column
+                for top, bottom, member in piece.bands:
+                    if member:
+                        work.add(left, top + drop, piece.length, bottom - top, piece.step)
+    high = max(len(chosen), 1) * shape.q
+    wide = max(window.kv1 - window.kv0, steps.right)
+    steps.hatch(ax)
+    work.fill(ax)
+    steps.outline(ax)
+    work.number(ax, wide, high)
+    ax.set_xlim(0, wide)
+    ax.set_ylim(high, 0)
+
+
+def mask_to_tiles(
+    mask: BlockMask,
+    *,
+    batch: int = 0,
+    head: int = 0,
+    window: Window | None = None,
+    title: str = "From a mask to physical tiles",
+) -> Figure:
+    """One page: a head's mask, and the same mask as physical tiles under each mapping.
+
+    Args:
+        mask: the mask.
+        batch: entry of the mask's batch axis.
+        head: entry of the mask's head axis.
+        window: the part that is drawn as tiles; some blocks on the diagonal when None.
+        title: the page's title.
+
+    Returns:
+        A figure that is not tied to any display; ``figure.savefig(path)`` writes it. The
+        useful fractions in it are of the whole mask, all heads.
+
+    Raises:
+        ValueError: ``batch`` or ``head`` is not in the mask, or no mapping can be drawn.
+    """
+    from matplotlib.figure import Figure
+
+    row = _mask_head(mask, batch, head)
+    window = window or diagonal_window(mask)
+    ways = tile_each_way(mask)
+    if not ways:
+        raise ValueError(
+            wrong("mask", "blocks that tiles can hold", mask.block_size, "use blocks up to 128")
+        )
+    lines = -(-len(ways) // _WAYS_ACROSS)
+    figure = Figure(figsize=(19, 1.4 + 4.6 * lines), layout="constrained")
+    figure.suptitle(title, fontsize=16, fontweight="bold")
+    halves: Any = figure.subfigures(1, 2, width_ratios=(1, 2.9), wspace=0.02)
+    left, right = halves
+    whole, key = left.subplots(2, 1, height_ratios=(3.2, 1))
+    draw_mask(whole, mask, batch=batch, head=head, window=window)
+    whole.set_title(
+        f"the mask: head {head}, {mask.shape[0]:,} tokens,\n"
+        f"blocks of {mask.block_size[0]}x{mask.block_size[1]}, density {mask.density():.3f}, "
+        f"run coverage {mask.run_coverage():.2f}",
+        fontsize=11,
+    )
+    cells: Any = right.subfigures(lines, _WAYS_ACROSS, squeeze=False)
+    for i, way in enumerate(ways):
+        _draw_way(cells[divmod(i, _WAYS_ACROSS)], way, row, window)
+    _legend(key)
+    return figure
+
+
+def diagonal_window(mask: BlockMask, blocks: tuple[int, int] = _WINDOW_BLOCKS) -> Window:
+    """A window of (query, key) blocks of nominal size in the middle of the diagonal.
+
+    It starts at an even block, so that merged pairs of blocks lie whole in it.
+    """
+    edges = []
+    for total, size, count in zip(mask.shape, mask.block_size, blocks, strict=True):
+        last = max(0, -(-total // size) - count)
+        first = min(max(0, total // size // 2 - count // 2) // 2 * 2, last)
+        edges += [first * size, min(total, (first + count) * size)]
+    return Window(*edges)
+
+
+def _draw_way(cell: SubFigure, way: TiledMask, row: int, window: Window) -> None:
+    shape = way.tiles.shape
+    in_mask, as_steps = cell.subplots(2, 1)
+    draw_tiles(in_mask, way.tiles, head=row, window=window)
+    draw_steps(as_steps, way.tiles, head=row, window=window)
+    in_mask.set_title(
+        f"{way.mapping.q} Q, {way.mapping.kv} KV \N{EN DASH} "
+        f"tiles of {shape.q}x{shape.kv}\n"
+        f"useful {way.useful:.2f}, {int(way.tiles.steps.sum()):,} steps",
+        fontsize=11,
+        fontweight="bold",
+        pad=20,
+    )
+    in_mask.text(
+        0.5, 1.03, way.gloss, transform=in_mask.transAxes, ha="center", fontsize=10, style="italic"
+    )
+    in_mask.set_ylabel("in the mask", fontsize=9)
+    as_steps.set_ylabel("as steps", fontsize=9)
+    for ax in (in_mask, as_steps):
+        ax.set_xticks([])
+        ax.set_yticks([])
+
+
+def _legend(ax: Axes) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    steps = tuple(Patch(facecolor=colour, edgecolor=_INK) for colour in STEP_COLOURS)
+    ax.axis("off")
+    ax.legend(
+        [steps, Patch(**_WASTE)],
+        [
+            "active entries; colour and number tell\nwhich step of its tile computes them",
+            "work on inactive entries",
+        ],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        handlelength=5,
+        handleheight=1.6,
+        labelspacing=1,
+        loc="upper center",
+        frameon=False,
+        fontsize=11,
+    )
+
+
+class _Piece(NamedTuple):
+    """A fragment in its tile: rows in query tokens, column in its step."""
+
+    step: int
+    column: int
+    kv0: int
+    length: int
+    bands: list[tuple[int, int, bool]]
+
+    def touches(self, window: Window) -> bool:
+        """Whether it loads keys of the window; what only pads a step does not."""
+        return self.length > 0 and self.kv0 < window.kv1 and self.kv0 + self.length > window.kv0
+
+
+def _pieces(tiles: Tiles, tile: int) -> Iterator[_Piece]:
+    first, last = tiles.frag_offsets[tile : tile + 2]
+    q0, rows = (int(x) for x in tiles.tile_q[tile])
+    for place, at in enumerate(range(first, last)):
+        step, slot = divmod(place, tiles.shape.fragments)
+        members = int(tiles.frag_members[at])
+        bands: list[tuple[int, int, bool]] = []
+        for group, top in enumerate(range(0, rows, GROUP_ROWS)):
+            member = bool(members >> group & 1)
+            bottom = min(top + GROUP_ROWS, rows)
+            if bands and bands[-1][2] == member:
+                bands[-1] = (bands[-1][0], q0 + bottom, member)
+            else:
+                bands.append((q0 + top, q0 + bottom, member))
+        yield _Piece(
+            step,
+            slot * tiles.shape.slot,
+            int(tiles.frag_start[at]),
+            int(tiles.frag_len[at]),
+            bands,
+        )
+
+
+class _Boxes:
+    """Rectangles, each of one step, drawn in one go."""
+
+    def __init__(self) -> None:
+        self.corners: list[tuple[float, float, float, float]] = []
+        self.steps: list[int] = []
+
+    def add(self, x: float, y: float, wide: float, high: float, step: int) -> None:
+        self.corners.append((x, y, x + wide, y + high))
+        self.steps.append(step)
+
+    @property
+    def right(self) -> float:
+        return max((x1 for _, _, x1, _ in self.corners), default=0)
+
+    def fill(self, ax: Axes) -> None:
+        colours = [STEP_COLOURS[step % len(STEP_COLOURS)] for step in self.steps]
+        self._draw(ax, facecolor=colours, edgecolor="#FFFFFF", linewidth=0.4)
+
+    def hatch(self, ax: Axes) -> None:
+        self._draw(ax, **_WASTE)
+
+    def outline(self, ax: Axes) -> None:
+        self._draw(ax, facecolor="none", edgecolor=_INK, linewidth=0.8)
+
+    def number(self, ax: Axes, wide: float, high: float) -> None:
+        """Write each box's step in it, where the boxes are large enough to read it."""
+        if not self.corners:
+            return
+        x0, y0, x1, y1 = np.array(self.corners).T
+        page, place = ax.figure, ax.get_position()
+        points = 72 / page.dpi
+        per_x = points * place.width * page.bbox.width / wide
+        per_y = points * place.height * page.bbox.height / high
+        digits = len(str(max(self.steps)))
+        fits_x = float(np.median(x1 - x0)) * per_x / digits
+        fits_y = float(np.median(y1 - y0)) * per_y * 0.75
+        size = min(9.0, fits_x, fits_y)
+        if size < _SMALLEST_LABEL:
+            return
+        for x, y, step in zip((x0 + x1) / 2, (y0 + y1) / 2, self.steps, strict=True):
+            label = ax.text(x, y, str(step), ha="center", va="center", fontsize=size, clip_on=True)
+            # The layout engine would measure every label, and they are all inside the axes.
+            label.set_in_layout(False)
+
+    def _draw(self, ax: Axes, **style: Any) -> None:
+        from matplotlib.collections import PolyCollection
+
+        if self.corners:
+            verts = [((a, b), (c, b), (c, d), (a, d)) for a, b, c, d in self.corners]
+            ax.add_collection(PolyCollection(verts, **style))
+
+
+def _tiles_in(tiles: Tiles, head: int, window: Window) -> NDArray[np.intp]:
+    top, rows = tiles.tile_q.T
+    inside = (tiles.tile_head == head) & (top < window.q1) & (top + rows > window.q0)
+    return np.flatnonzero(inside)
+
+
+def _everything(tiles: Tiles, head: int) -> Window:
+    mine = tiles.tile_head == head
+    if not mine.any():
+        raise ValueError(
+            wrong("head", f"a mask head from 0 to {tiles.heads - 1}", head, "pick one of them")
+        )
+    q1 = int(tiles.tile_q[mine].sum(axis=1).max())
+    kv1 = int((tiles.frag_start + tiles.frag_len).max(initial=1))
+    return Window(0, q1, 0, kv1)
+
+
+def _mask_head(mask: BlockMask, batch: int, head: int) -> int:
+    for name, value, count in (("batch", batch, mask.batch), ("head", head, mask.heads)):
+        if not 0 <= value < count:
+            raise ValueError(wrong(name, f"from 0 to {count - 1}", value, "pick one of the mask's"))
+    return batch * mask.heads + head
+
+
+def _block_kinds(mask: BlockMask, row: int) -> NDArray[np.uint8]:
+    """0 skipped, 1 kept, 2 partly kept, for each block of one head."""
+    nq, nkv = mask.num_blocks
+    kind = np.zeros((nq, nkv), dtype=np.uint8)
+    offsets = mask.indptr[row * nq : (row + 1) * nq + 1]
+    mine = slice(offsets[0], offsets[-1])
+    rows = np.repeat(np.arange(nq), np.diff(offsets))
+    kind[rows, mask.indices[mine]] = np.where(mask.partial[mine] < 0, 1, 2)
+    return kind
+
+
+def _starts(starts: NDArray[np.int64], batch: int, head: int) -> NDArray[np.int64]:
+    """Block edges of one head, of arrays whose axes of 1 broadcast."""
+    edges: NDArray[np.int64] = starts[batch % len(starts), head % starts.shape[1]]
+    return edges

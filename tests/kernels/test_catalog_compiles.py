@@ -1,0 +1,60 @@
+"""The package's own kernels compile without spills, local memory or compiler warnings.
+
+A few entries, one or two an architecture, always; all of them with ``-m matrix``.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tessera_cupy.kernels.arch import ARCHS
+from tessera_cupy.kernels.cache import default_cache
+from tessera_cupy.kernels.catalog import KernelConfig, catalog, find, merge_for
+
+EVERY = [config for arch in ARCHS for config in catalog(arch)]
+
+
+def _identity(config: KernelConfig) -> str:
+    return f"{config.arch}-{config.name}"
+
+
+def _some() -> list[KernelConfig]:
+    """Entries near the register limit, and every feature and dtype at least once."""
+    wanted = [
+        ("sm_80", "float16", 64, 128, 64, False),
+        ("sm_86", "bfloat16", 128, 64, 64, True),
+        ("sm_90a", "bfloat16", 128, 64, 64, False),
+        ("sm_100a", "float16", 256, 64, 32, True),
+        ("sm_120a", "bfloat16", 128, 128, 64, True),
+    ]
+    found = [
+        find(arch, "attend_mma", dtype, head_dim, tile_q, tile_kv, bits)
+        for arch, dtype, head_dim, tile_q, tile_kv, bits in wanted
+    ]
+    some = [config for config in found if config is not None]
+    assert len(some) == len(wanted)
+    return [*some, merge_for(some[2])]
+
+
+def _check(config: KernelConfig) -> None:
+    path = default_cache().build(config)
+    meta = json.loads(path.with_name("meta.json").read_text())
+    assert meta["problems"] == []
+    threads = config.warps * 32
+    # Registers come in blocks of 8 a thread; a multiprocessor has 65,536.
+    registers = -(-meta["resources"]["registers"] // 8) * 8
+    assert registers * threads * config.min_ctas <= 65536
+    assert meta["resources"]["smem"] == 0, "shared memory is dynamic, and counted in smem_bytes"
+
+
+@pytest.mark.parametrize("config", _some(), ids=_identity)
+def test_representative_kernel(config: KernelConfig) -> None:
+    _check(config)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("config", EVERY, ids=_identity)
+def test_kernel(config: KernelConfig) -> None:
+    _check(config)

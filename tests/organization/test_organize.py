@@ -1,0 +1,402 @@
+"""Orders and cuts of tasks, over made-up tiles: what they keep, and hand-worked cases."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tessera_cupy.mapping.tiles import Tiles, TileShape
+from tessera_cupy.organization import DeviceModel, Organization, Tasks, organize
+
+SHAPE = TileShape(q=64, kv=32, slot=8)
+PLAIN = Organization()
+SMALL = DeviceModel(sms=1, ctas_per_sm=1, l2_bytes=0)
+ALL = [Organization(*flags) for flags in itertools.product([False, True], repeat=4)]
+
+
+def make_tiles(heads: list[list[list[int]]]) -> Tiles:
+    """Tiles of full eight-row fragments: per head and tile, the fragments' first rows."""
+    lists = [starts for head in heads for starts in head]
+    total = sum(map(len, lists))
+    rows = np.concatenate([np.arange(len(head)) for head in heads] or [np.empty(0)])
+    return Tiles(
+        shape=SHAPE,
+        heads=len(heads),
+        tile_head=np.repeat(np.arange(len(heads)), [len(h) for h in heads]).astype(np.int32),
+        tile_q=np.stack([rows * 64, np.full(len(rows), 64)], axis=1).astype(np.int32),
+        frag_offsets=np.cumsum([0, *map(len, lists)]).astype(np.int64),
+        frag_start=np.array([s for starts in lists for s in starts], np.int32),
+        frag_len=np.full(total, 8, np.int32),
+        frag_members=np.full(total, 255, np.uint32),
+        frag_bits=np.full(total, -1, np.int32),
+        bits=np.zeros((0, 64, 1), np.uint32),
+    )
+
+
+def of_steps(*heads: list[int]) -> Tiles:
+    """Tiles of so many whole steps each."""
+    return make_tiles([[list(range(0, 32 * steps, 8)) for steps in head] for head in heads])
+
+
+def call(tiles: Tiles, organization: Organization = PLAIN, **arguments: Any) -> Tasks:
+    """Organize for one batch entry whose query heads all have a mask and a KV head of their own."""
+    heads = arguments.pop("q_heads", tiles.heads)
+    given_all = {
+        "batch": 1,
+        "q_heads": heads,
+        "kv_heads": heads,
+        "mask_batch": 1,
+        "mask_heads": tiles.heads,
+        "kv_bytes_per_head": 1,
+        "device": SMALL,
+    }
+    return organize(tiles, organization, **(given_all | arguments))
+
+
+def pairs(tasks: Tasks) -> list[tuple[int, int]]:
+    """(head, tile) of each task, in launch order."""
+    return list(zip(tasks.task_head.tolist(), tasks.task_tile.tolist(), strict=True))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[Tiles, dict[str, Any]]:
+    """Tiles and the arguments of a request that broadcasts and groups heads in any way."""
+    batch, kv_heads, shared = draw(st.tuples(*[st.integers(1, 3)] * 3))
+    q_heads = kv_heads * shared
+    mask_batch = draw(st.sampled_from([1, batch]))
+    mask_heads = draw(st.sampled_from([1, q_heads]))
+    # Heads differ in their number of tiles, as ragged masks make them.
+    starts = st.lists(st.integers(0, 40), max_size=120).map(lambda s: [8 * i for i in sorted(s)])
+    count = mask_batch * mask_heads
+    heads = draw(st.lists(st.lists(starts, max_size=4), min_size=count, max_size=count))
+    device = DeviceModel(*draw(st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(0, 9))))
+    return make_tiles(heads), {
+        "batch": batch,
+        "q_heads": q_heads,
+        "kv_heads": kv_heads,
+        "mask_batch": mask_batch,
+        "mask_heads": mask_heads,
+        "kv_bytes_per_head": draw(st.integers(0, 4)),
+        "device": device,
+    }
+
+
+def mask_head(head: int, arguments: dict[str, Any]) -> int:
+    """The mask head that a query head of the request reads."""
+    b, h = divmod(head, arguments["q_heads"])
+    b = b if arguments["mask_batch"] > 1 else 0
+    return b * arguments["mask_heads"] + (h if arguments["mask_heads"] > 1 else 0)
+
+
+@given(requests(), st.sampled_from(ALL))
+def test_every_step_of_every_head_is_in_one_task(
+    request_: tuple[Tiles, dict[str, Any]], organization: Organization
+) -> None:
+    tiles, arguments = request_
+    tasks = organize(tiles, organization, **arguments)
+    steps = tiles.steps.tolist()
+    seen: dict[tuple[int, int], list[int]] = {}
+    for i, pair in enumerate(pairs(tasks)):
+        seen.setdefault(pair, []).extend(range(tasks.task_begin[i], tasks.task_end[i]))
+    expected = {
+        (head, int(tile)): list(range(steps[tile]))
+        for head in range(arguments["batch"] * arguments["q_heads"])
+        for tile in np.flatnonzero(tiles.tile_head == mask_head(head, arguments))
+    }
+    # Keys too: a tile with no step still has its task.
+    assert {pair: sorted(of) for pair, of in seen.items()} == expected
+
+
+@given(requests(), st.sampled_from([o for o in ALL if o.split]))
+def test_parts_take_consecutive_slots_in_the_order_of_their_steps(
+    request_: tuple[Tiles, dict[str, Any]], organization: Organization
+) -> None:
+    tiles, arguments = request_
+    tasks = organize(tiles, organization, **arguments)
+    slots = tasks.task_slot[tasks.task_slot >= 0]
+    assert sorted(slots.tolist()) == list(range(tasks.slots))
+    task_of = {int(slot): i for i, slot in enumerate(tasks.task_slot) if slot >= 0}
+    for i, pair in enumerate(zip(tasks.merge_head, tasks.merge_tile, strict=True)):
+        parts = [task_of[s] for s in range(*tasks.merge_offsets[i : i + 2].tolist())]
+        assert len(parts) > 1
+        assert {pairs(tasks)[part] for part in parts} == {pair}
+        edges = [int(tasks.task_begin[parts[0]]), *(int(tasks.task_end[part]) for part in parts)]
+        assert edges[0] == 0
+        assert edges[-1] == tiles.steps[pair[1]]
+        assert [int(tasks.task_begin[part]) for part in parts] == edges[:-1]
+        lengths = np.diff(edges)
+        assert lengths.max() - lengths.min() <= 1
+        assert lengths.min() > 0
+    whole = [pair for pair, slot in zip(pairs(tasks), tasks.task_slot, strict=True) if slot < 0]
+    assert len(whole) == len(set(whole))
+
+
+@given(requests(), st.sampled_from(ALL))
+def test_the_same_arguments_give_the_same_arrays(
+    request_: tuple[Tiles, dict[str, Any]], organization: Organization
+) -> None:
+    tiles, arguments = request_
+    first, second = (organize(tiles, organization, **arguments).arrays() for _ in range(2))
+    for name, array in first.items():
+        assert array.dtype == (np.bool_ if name == "task_reverse" else np.int32)
+        assert array.flags.c_contiguous
+        np.testing.assert_array_equal(array, second[name])
+
+
+@given(requests(), st.sampled_from(ALL))
+def test_groups_of_heads_that_fit_in_l2_run_one_after_the_other(
+    request_: tuple[Tiles, dict[str, Any]], organization: Organization
+) -> None:
+    tiles, arguments = request_
+    tasks = organize(tiles, organization, **arguments)
+    shared = arguments["q_heads"] // arguments["kv_heads"]
+    l2, one = arguments["device"].l2_bytes, arguments["kv_bytes_per_head"]
+    at_once = max(1, l2 // max(1, one))
+    group = tasks.task_head // shared // at_once
+    assert (np.diff(group) >= 0).all()
+    length = tasks.task_end - tasks.task_begin
+    same = group[1:] == group[:-1]
+    if organization.longest:
+        assert (length[1:] <= length[:-1] * 17 / 16 + 1)[same].all()
+
+
+def test_rows_is_the_order_of_heads_then_rows() -> None:
+    tasks = call(of_steps([1, 3, 0], [2, 1, 5]), PLAIN)
+    assert pairs(tasks) == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
+    assert not tasks.task_reverse.any()
+    assert tasks.slots == 0
+
+
+def test_longest_runs_first_within_each_group_of_heads() -> None:
+    tiles = of_steps([1, 3], [2, 9], [4, 0])
+    device = DeviceModel(sms=1, ctas_per_sm=1, l2_bytes=200)
+    tasks = call(tiles, Organization(longest=True), kv_bytes_per_head=100, device=device)
+    assert pairs(tasks) == [(1, 3), (0, 1), (1, 2), (0, 0), (2, 4), (2, 5)]
+    one_head = call(tiles, Organization(longest=True), kv_bytes_per_head=101, device=device)
+    assert pairs(one_head) == [(0, 1), (0, 0), (1, 3), (1, 2), (2, 4), (2, 5)]
+
+
+def test_groups_count_kv_heads_over_the_batch() -> None:
+    # Two KV heads fit: batch 0 has three, so the second group straddles the batch.
+    arguments: dict[str, Any] = {"batch": 2, "q_heads": 6, "kv_heads": 3, "mask_heads": 1}
+    device = DeviceModel(sms=1, ctas_per_sm=1, l2_bytes=2)
+    tasks = call(of_steps([1, 2]), Organization(longest=True), device=device, **arguments)
+    heads = tasks.task_head.reshape(3, -1)
+    assert [sorted(set(group)) for group in heads.tolist()] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
+    assert tasks.task_tile.reshape(3, 2, 4)[:, 0].all()
+
+
+def test_near_ties_of_length_keep_the_order_of_rows() -> None:
+    # 98 and 102 steps share a bucket; 120 is a sixth longer and comes first.
+    tasks = call(of_steps([98, 102, 120, 98]), Organization(longest=True))
+    assert tasks.task_tile.tolist() == [2, 0, 1, 3]
+    # Short lists have buckets of one step each.
+    assert call(of_steps([1, 2, 3, 4]), Organization(longest=True)).task_tile.tolist() == [
+        3,
+        2,
+        1,
+        0,
+    ]
+
+
+def test_runs_orders_tiles_by_the_first_row_of_their_longest_run() -> None:
+    tiles = make_tiles(
+        [
+            [
+                [0, 80, 88, 96, 200],  # longest run begins at 80
+                [8, 16, 120, 128],  # two of a length: the first, at 8
+                [],  # nothing loaded: 0
+                [40],
+                [88],
+            ]
+        ]
+    )
+    tasks = call(tiles, Organization(runs=True))
+    assert tasks.task_tile.tolist() == [2, 1, 3, 0, 4]
+
+
+def test_padding_and_inactive_fragments_are_no_part_of_a_run() -> None:
+    # The first tile's run begins at 16, since 8 has no members; the second's at 32, past padding.
+    tiles = make_tiles([[[0, 8, 16, 24], [0, 32, 0, 40], [24], [8]]])
+    tiles.frag_members[1] = 0
+    tiles.frag_len[6] = 0
+    tasks = call(tiles, Organization(runs=True))
+    assert tasks.task_tile.tolist() == [3, 0, 2, 1]
+
+
+def test_a_run_ends_with_its_tile() -> None:
+    tasks = call(make_tiles([[[0, 8, 80], [88, 96]]]), Organization(runs=True))
+    assert tasks.task_tile.tolist() == [0, 1]
+
+
+def test_runs_keeps_kv_heads_together_and_brings_query_heads_side_by_side() -> None:
+    tiles = make_tiles([[[80], [16]]])
+    arguments: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "mask_heads": 1}
+    device = DeviceModel(sms=1, ctas_per_sm=1, l2_bytes=2)
+    tasks = call(tiles, Organization(runs=True), device=device, **arguments)
+    expected = [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
+    assert pairs(tasks) == expected
+
+
+def test_length_comes_before_runs() -> None:
+    tiles = make_tiles([[[0], [400], [240, 248, 256, 264, 272], [160, 168, 176, 184, 192]]])
+    tasks = call(tiles, Organization(runs=True, longest=True))
+    assert tasks.task_tile.tolist() == [3, 2, 0, 1]
+
+
+def test_alternate_reverses_every_second_task() -> None:
+    tasks = call(of_steps([1, 2, 3], [1, 2]), Organization(longest=True, alternate=True))
+    assert tasks.task_reverse.tolist() == [False, True, False, True, False]
+
+
+def test_split_cuts_what_would_hold_one_cta_too_long() -> None:
+    # 100 steps over 4 CTAs: limit max(8, ceil(100 / 16)) = 8; only above 12 is a tile cut.
+    device = DeviceModel(sms=2, ctas_per_sm=2, l2_bytes=0)
+    tasks = call(of_steps([12, 13, 0, 75]), Organization(split=True), device=device)
+    lengths = (tasks.task_end - tasks.task_begin).tolist()
+    assert tasks.task_tile.tolist() == [0, 1, 1, 2, *[3] * 10]
+    assert lengths == [12, 6, 7, 0, 7, 8, 7, 8, 7, 8, 7, 8, 7, 8]
+    assert tasks.task_slot.tolist() == [-1, 0, 1, -1, *range(2, 12)]
+    assert tasks.merge_tile.tolist() == [1, 3]
+    assert tasks.merge_head.tolist() == [0, 0]
+    assert tasks.merge_offsets.tolist() == [0, 2, 12]
+
+
+def test_the_split_limit_grows_with_the_request() -> None:
+    # 320 steps over 4 CTAs: limit 20, so 30 stays whole and 290 becomes 15 parts.
+    device = DeviceModel(sms=4, ctas_per_sm=1, l2_bytes=0)
+    tasks = call(of_steps([30, 290]), Organization(split=True), device=device)
+    assert np.bincount(tasks.task_tile).tolist() == [1, 15]
+    # More heads that share the tiles fill the GPU by themselves.
+    busy = call(of_steps([30, 290]), Organization(split=True), device=device, q_heads=40)
+    assert busy.slots == 0
+    # A larger GPU has more to fill, down to parts of eight steps.
+    large = DeviceModel(sms=132, ctas_per_sm=2, l2_bytes=0)
+    tasks = call(of_steps([30, 290]), Organization(split=True), device=large)
+    assert np.bincount(tasks.task_tile).tolist() == [4, 37]
+
+
+def test_parts_of_a_split_tile_are_sorted_by_their_own_length() -> None:
+    tasks = call(of_steps([10, 40]), Organization(longest=True, split=True))
+    # Limit 13: 40 steps become four parts of ten, as long as the whole tile before them.
+    assert tasks.task_tile.tolist() == [0, 1, 1, 1, 1]
+    assert tasks.task_slot.tolist() == [-1, 0, 1, 2, 3]
+
+
+def test_batch_entries_and_heads_read_their_own_mask() -> None:
+    tiles = of_steps([1], [2], [3], [4])
+    arguments = {"batch": 2, "q_heads": 2, "kv_heads": 1, "mask_batch": 2, "mask_heads": 2}
+    assert pairs(call(tiles, **arguments)) == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    tiles = of_steps([1], [2])
+    assert pairs(call(tiles, **(arguments | {"mask_batch": 1}))) == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert pairs(call(tiles, **(arguments | {"mask_heads": 1}))) == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
+def test_a_mask_without_tiles_gives_no_tasks() -> None:
+    for organization in ALL:
+        tasks = call(make_tiles([[], []]), organization)
+        assert len(tasks) == 0
+        assert tasks.slots == 0
+
+
+def test_only_empty_tiles() -> None:
+    for organization in ALL:
+        tasks = call(make_tiles([[[], []]]), organization)
+        assert sorted(tasks.task_tile.tolist()) == [0, 1]
+        assert (tasks.task_begin == tasks.task_end).all()
+
+
+def test_names_round_trip() -> None:
+    for organization in ALL:
+        assert Organization.parse(organization.name) == organization
+    assert PLAIN.name == "rows"
+    assert Organization(True, True, True, True).name == "runs+longest+alternate+split"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "row", "rows+split", "split+runs", "split+split", "split+", "Split", "runs split"]
+)
+def test_a_wrong_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="`organization`: expected"):
+        Organization.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument"),
+    [
+        ({"q_heads": 10, "kv_heads": 4, "mask_heads": 1}, "q_heads"),
+        ({"q_heads": 4, "kv_heads": 0, "mask_heads": 1}, "q_heads"),
+        ({"q_heads": 4, "mask_heads": 2}, "mask_heads"),
+        ({"batch": 3, "mask_batch": 2}, "mask_batch"),
+        ({"q_heads": 3, "mask_heads": 3}, "tiles"),
+        ({"batch": 2, "mask_batch": 2}, "tiles"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(arguments: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ValueError, match=f"`{argument}`: expected"):
+        call(of_steps([1], [1]), **arguments)
+
+
+@pytest.mark.parametrize("wrong", [{"sms": 0}, {"ctas_per_sm": 0}, {"l2_bytes": -1}])
+def test_an_impossible_device_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}`: expected at least"):
+        DeviceModel(**({"sms": 1, "ctas_per_sm": 1, "l2_bytes": 0} | wrong))
+
+
+def many(heads: int, tiles: int, fragments: int) -> Tiles:
+    """Tiles whose lists have 0 to ``fragments`` fragments anywhere."""
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, fragments + 1, heads * tiles)
+    total = int(counts.sum())
+    starts: NDArray[np.int32] = (rng.integers(0, 6700 * 8, total) * 8).astype(np.int32)
+    rows = np.tile(np.arange(tiles), heads)
+    return Tiles(
+        shape=SHAPE,
+        heads=heads,
+        tile_head=np.repeat(np.arange(heads), tiles).astype(np.int32),
+        tile_q=np.stack([rows * 64, np.full_like(rows, 64)], axis=1).astype(np.int32),
+        frag_offsets=np.concatenate([[0], np.cumsum(counts)]),
+        frag_start=starts,
+        frag_len=np.full(total, 8, np.int32),
+        frag_members=np.full(total, 255, np.uint32),
+        frag_bits=np.full(total, -1, np.int32),
+        bits=np.zeros((0, 64, 1), np.uint32),
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_many_heads_and_tiles_take_less_than_a_second(shared: bool) -> None:
+    tiles = many(1 if shared else 48, 6700, 400 if shared else 12)
+    organization = Organization(runs=True, longest=True, alternate=True, split=True)
+    device = DeviceModel(sms=132, ctas_per_sm=2, l2_bytes=32 << 20)
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()
+        tasks = call(tiles, organization, q_heads=48, kv_bytes_per_head=16 << 20, device=device)
+        seconds.append(time.process_time() - begin)
+    assert len(tasks) >= 48 * 6700
+    assert min(seconds) < 1.0
+
+
+def test_counts_beyond_32_bits_do_not_wrap() -> None:
+    # One list that 40,000 heads share: 2.4e9 steps in all.
+    tiles = of_steps([60_000])
+    device = DeviceModel(sms=1000, ctas_per_sm=1000, l2_bytes=0)
+    tasks = call(tiles, Organization(split=True), q_heads=40_000, device=device)
+    # Limit ceil(2.4e9 / 4e6) = 600.
+    assert tasks.slots == 40_000 * 100
+    assert (tasks.task_end - tasks.task_begin == 600).all()
+    # Steps times parts of one tile: 200,000 * 25,000.
+    tasks = call(of_steps([200_000]), Organization(split=True), device=device)
+    assert (tasks.task_begin == np.arange(0, 200_000, 8)).all()

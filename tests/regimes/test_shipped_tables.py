@@ -1,0 +1,210 @@
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+
+from tessera_cupy.kernels.arch import ARCHS
+from tessera_cupy.kernels.catalog import find
+from tessera_cupy.mapping import why_not
+from tessera_cupy.masks import BlockMask
+from tessera_cupy.regimes import Features, load_for
+
+TABLES = ("sm80", "sm89", "sm90", "sm100", "sm120")
+DTYPES = ("float16", "bfloat16")
+BLOCKS = range(16, 385, 8)
+REQUEST = {
+    "block_q": 64,
+    "block_kv": 64,
+    "ragged": False,
+    "token_bits": False,
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "layout": "BHSD",
+    "heads": 12,
+    "tokens": 32760,
+    "density": 0.1,
+    "run_coverage": 0.8,
+}
+
+
+def archs_of(table):
+    """Names of the architectures that a table serves."""
+    return [arch.name for arch in ARCHS.values() if arch.table == table]
+
+
+@cache
+def has_kernel(arch, plan, dtype, head_dim, bits):
+    config = find(arch, plan.kernel, dtype, head_dim, plan.tile_q, plan.tile_kv, bits)
+    return config is not None
+
+
+@cache
+def full_mask(block_q, block_kv):
+    return BlockMask.from_dense(np.ones((2, 2), bool), (block_q, block_kv))
+
+
+def runnable(table, **changes):
+    """Plans of the ranking that serve the block size and have a kernel on every architecture."""
+    f = Features(**{**REQUEST, **changes})
+    return [
+        plan
+        for plan in load_for(table).lookup(f).ranking
+        if plan.serves(f.block_q, f.block_kv, ragged=f.ragged)
+        and all(
+            has_kernel(arch, plan, f.dtype, f.head_dim, f.token_bits) for arch in archs_of(table)
+        )
+    ]
+
+
+def test_every_architecture_has_its_table():
+    assert {arch.table for arch in ARCHS.values()} == set(TABLES)
+
+
+def test_an_unknown_table_is_named_with_those_that_exist():
+    with pytest.raises(ValueError, match="sm100, sm120, sm80, sm89, sm90, got 'sm70'"):
+        load_for("sm70")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_loads_and_says_why(name):
+    table = load_for(name)
+    assert table is load_for(name)
+    assert table.document.provenance == "default"
+    assert len(table.document.reasons) > 100
+    assert len({key.why for key in table.document.keys}) > 3
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_plan_has_a_kernel_on_every_architecture_of_the_table(name):
+    for arch, dtype, plan in product(archs_of(name), DTYPES, load_for(name).plans()):
+        dims = [d for d in (64, 96, 128, 256) if has_kernel(arch, plan, dtype, d, False)]
+        assert dims, f"{plan.name} has no kernel for {dtype} on {arch}"
+        for dim in dims:
+            assert has_kernel(arch, plan, dtype, dim, True), f"{plan.name} {dim} lacks token bits"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_ranked_plan_never_lacks_its_kernel(name):
+    """The plans of a regime are there for every head dim and dtype of their key."""
+    table = load_for(name)
+    for dtype, dim, q, ragged in product(DTYPES, (8, 64, 72, 96, 128, 256), BLOCKS, (False, True)):
+        for density, tokens in product((0.1, 0.8), (4096, 200_000)):
+            changes = {"density": density, "tokens": tokens, "ragged": ragged, "block_q": q}
+            features = Features(**{**REQUEST, **changes, "dtype": dtype, "head_dim": dim})
+            choice = table.lookup(features)
+            assert choice.key != "base"
+            assert "(no regime)" not in choice.regime
+            for plan in (choice.ranking[0], *set(choice.ranking) - set(table.document.base)):
+                for arch in archs_of(name):
+                    assert has_kernel(arch, plan, dtype, dim, False), f"{choice.regime} {plan.name}"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_uniform_block_size_has_an_eligible_plan(name):
+    for q, kv, dim, dtype in product(BLOCKS, BLOCKS, (64, 96, 128, 256), DTYPES):
+        plans = runnable(name, block_q=q, block_kv=kv, head_dim=dim, dtype=dtype)
+        assert plans, (q, kv, dim, dtype)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_head_dim_and_kind_of_mask_has_an_eligible_plan(name):
+    dims = [*range(8, 129, 8), 256]
+    sizes = (1, 7, 16, 64, 65, 129, 384, 5000)
+    kinds = product(sizes, sizes, dims, (False, True), (False, True), (0.0, 1.0), (1, 10**6))
+    for q, kv, dim, ragged, bits, density, tokens in kinds:
+        changes = {"block_q": q, "block_kv": kv, "head_dim": dim, "ragged": ragged}
+        changes |= {"token_bits": bits, "density": density, "tokens": tokens}
+        assert runnable(name, **changes), changes
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_best_plan_of_a_uniform_mask_is_eligible_for_the_planner(name):
+    """Ranked first means meant to run: no key names a mapping that its own blocks rule out."""
+    for q, kv, dim, density in product(BLOCKS, (16, 64, 96, 128), (64, 128, 256), (0.1, 0.9)):
+        changes = {"block_q": q, "block_kv": kv, "head_dim": dim, "density": density}
+        choice = load_for(name).lookup(Features(**{**REQUEST, **changes}))
+        plan = choice.ranking[0]
+        assert plan in runnable(name, **changes), choice.regime
+        reason = why_not(plan.mapping, full_mask(q, kv), plan.tile_q, plan.tile_kv)
+        assert reason is None, choice.regime
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_regime_can_be_reached(name):
+    """Asking at the low corner of each regime's box gives that regime's ranking."""
+    table = load_for(name)
+    for key in table.document.keys:
+        match = key.match
+        corner = {
+            "block_q": max(1, match.block_q.low),
+            "block_kv": max(1, match.block_kv.low),
+            "head_dim": max(8, match.head_dim.low),
+            "ragged": bool(match.ragged),
+        }
+        for regime in key.regimes:
+            bounds = zip(("heads", "tokens", "density", "run_coverage"), regime.when, strict=True)
+            values = {axis: max(0, interval.low) for axis, interval in bounds}
+            choice = table.lookup(Features(**{**REQUEST, **corner, **values}))
+            assert choice.ranking[: len(regime.plans)] == regime.plans
+            assert choice.why == key.why
+
+
+def best(name, **changes):
+    """Tile and mapping of the plan that a table ranks first."""
+    spec = load_for(name).lookup(Features(**{**REQUEST, **changes})).ranking[0]
+    assert spec.organization.longest
+    return f"q{spec.tile_q}k{spec.tile_kv} {spec.mapping.name}"
+
+
+# Masks of video models at head dim 64, where all generations have room for the same tiles.
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    ("block_q", "density", "expected"),
+    [
+        (16, 0.1, "q64k64 merge-pack"),
+        (32, 0.1, "q64k64 merge-pack"),
+        (32, 0.8, "q128k64 merge-pack"),
+        (64, 0.1, "q64k64 retain-pack"),
+        (64, 0.8, "q128k64 merge-pack"),
+        (128, 0.1, "q128k64 retain-pack"),
+        (192, 0.1, "q64k64 split-pack"),
+        (384, 0.1, "q128k64 split-pack"),
+    ],
+)
+def test_what_the_defaults_pick(name, block_q, density, expected):
+    assert best(name, block_q=block_q, density=density, head_dim=64) == expected
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_large_heads_take_narrow_steps(name):
+    assert best(name, head_dim=256, block_q=32) == "q64k32 merge-pack"
+    assert best(name, head_dim=256) == "q64k32 retain-pack"
+    assert best(name, head_dim=256, block_q=128) == "q64k32 split-pack"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_ragged_blocks_are_not_merged_unless_two_are_sure_to_fit(name):
+    assert best(name, head_dim=64, ragged=True, block_q=32) == "q64k64 merge-pack"
+    assert best(name, head_dim=64, ragged=True, block_q=64) == "q64k64 retain-pack"
+    assert best(name, head_dim=64, ragged=True, block_q=65) == "q64k64 split-pack"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tile_follows_how_many_ctas_fit(name):
+    """Where one CTA of 64 rows fills a multiprocessor, 128 rows are taken for every mask."""
+    for arch, dim in product(archs_of(name), (64, 96, 128)):
+        narrow = find(arch, "attend_mma", "bfloat16", dim, 64, 64, True)
+        alone = narrow.ctas_per_sm(ARCHS[arch]) == 1
+        assert (best(name, head_dim=dim) == "q128k64 merge-pack") == alone, (arch, dim)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_runs_order_large_masks_that_have_runs(name):
+    for dim, block_q in product((64, 128, 256), (32, 64, 128)):
+        request = {**REQUEST, "head_dim": dim, "block_q": block_q, "tokens": 10**6}
+        for coverage, runs in ((0.4, False), (0.8, True)):
+            choice = load_for(name).lookup(Features(**{**request, "run_coverage": coverage}))
+            assert choice.ranking[0].organization.runs == runs
+        choice = load_for(name).lookup(Features(**{**request, "tokens": 2048}))
+        assert not choice.ranking[0].organization.runs

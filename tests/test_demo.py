@@ -1,0 +1,157 @@
+"""The demo, end to end on a small grid without a GPU, and its complaints."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tessera_cupy import interop, reference
+from tessera_cupy.bench import demo, extras
+from tessera_cupy.errors import NoGpuError
+
+GRID = (3, 9, 11)
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=120)
+
+
+def needs_packages() -> None:
+    for module in ("av", "matplotlib", "skvideo", "threadpoolctl"):
+        if extras.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    needs_packages()
+    out = tmp_path_factory.mktemp("demo") / "new folder" / "demo.png"
+    screen = console()
+    report = demo.run_demo(out, grid=GRID, heads=2, device="cpu", console=screen)
+    return report, screen.file.getvalue(), out  # type: ignore[attr-defined]
+
+
+def test_it_passes_and_says_what_it_ran(run: tuple[dict[str, Any], str, Path]) -> None:
+    report, _, _ = run
+    assert report["passed"] is True
+    assert report["check"]["error"] < 1e-5
+    assert report["check"]["rows"] == 2 * 200
+    assert (report["grid"], report["tokens"], report["heads"]) == ([3, 9, 11], 297, 2)
+    assert report["dtype"] == "float32"
+    assert report["output"] == {"shape": [1, 2, 297, 128], "dtype": "float32"}
+    assert report["mask"]["blocks_in_a_row"] == [5, 5]  # 297 tokens are 5 blocks, all near
+    assert len(report["mask"]["tiles"]) == 2
+    assert [way["mapping"] for way in report["mappings"]] == [
+        "retain-retain",
+        "retain-retain",
+        "retain-merge",
+        "retain-pack",
+        "merge-pack",
+        "split-split",
+    ]
+    assert all(0 < way["useful_fraction"] <= 1 for way in report["mappings"])
+    assert "speed" not in report
+
+
+def test_the_report_is_json(run: tuple[dict[str, Any], str, Path]) -> None:
+    report, _, _ = run
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_the_picture_is_written_in_a_new_folder(run: tuple[dict[str, Any], str, Path]) -> None:
+    report, _, out = run
+    assert report["png"] == str(out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_step_has_its_line(run: tuple[dict[str, Any], str, Path]) -> None:
+    report, text, _ = run
+    for number, name in enumerate(report["seconds"], start=1):
+        assert f"{number}/7 {name}: " in text
+    assert list(report["seconds"]) == [
+        "Read video",
+        "Make q, k, v",
+        "Choose blocks",
+        "Plan",
+        "Attend",
+        "Check",
+        "Draw",
+    ]
+    assert "Summary" in text
+    assert "passed: error" in text
+    assert report["plan"]["name"] in text
+
+
+def test_a_wrong_output_is_said_to_be_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_packages()
+    right = reference.execute
+    monkeypatch.setattr(reference, "execute", lambda *args, **kw: right(*args, **kw)[..., ::-1])
+    screen = console()
+    report = demo.run_demo(
+        tmp_path / "demo.png", grid=(1, 8, 9), heads=1, device="cpu", console=screen
+    )
+    assert report["passed"] is False
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "WRONG" in text
+    assert "FAILED" in text
+
+
+def test_auto_takes_the_executor_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_gpu() -> None:
+        raise NoGpuError("No CUDA GPU can be used here.")
+
+    monkeypatch.setattr(interop, "import_cupy", no_gpu)
+    assert demo._use_gpu("auto") is False
+    assert demo._use_gpu("cpu") is False
+    with pytest.raises(NoGpuError, match="No CUDA GPU"):
+        demo.run_demo(Path("x.png"), grid=None, heads=None, device="gpu", console=console())
+
+
+def test_its_own_grids_do_not_divide_into_blocks() -> None:
+    assert demo.HOST_GRID.tokens % 64
+    assert demo.GPU_GRID.tokens == 32_760
+    assert demo.GPU_HEADS == 12
+
+
+@pytest.mark.parametrize("module", ["matplotlib", "av", "skvideo", "threadpoolctl"])
+def test_a_missing_package_is_named_with_its_extra(
+    module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    there = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == module else there(name))
+    with pytest.raises(extras.MissingExtraError, match=r"pip install 'tessera-cupy\[demo\]'"):
+        demo.run_demo(tmp_path / "x.png", grid=GRID, heads=1, device="cpu", console=console())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"heads": 0}, "`heads`: expected at least 1"),
+        ({"grid": (0, 4, 4)}, "`t`: expected an int of at least 1"),
+        ({"device": "tpu"}, "`device`: expected auto, gpu or cpu"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    arguments = {"grid": GRID, "heads": 1, "device": "cpu", **wrong}
+    with pytest.raises(ValueError, match=message):
+        demo.run_demo(tmp_path / "x.png", console=console(), **arguments)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    needs_packages()
+    report = demo.run_demo(
+        tmp_path / "demo.png", grid=(5, 18, 26), heads=2, device="gpu", console=console()
+    )
+    assert report["passed"], report["check"]
+    assert report["dtype"] == "bfloat16"
+    assert report["speed"]["sparse_ms"] > 0
+    assert report["speed"]["dense_ms"] > 0
+    assert json.loads(json.dumps(report)) == report

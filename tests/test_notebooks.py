@@ -1,0 +1,56 @@
+"""The notebooks: without outputs in the repository, like their scripts, and they run."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+SECONDS = 60
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def test_there_are_notebooks() -> None:
+    assert [path.name for path in NOTEBOOKS][:1] == ["01_masks_to_tiles.ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+class TestNotebook:
+    def test_outputs_are_stripped(self, path: Path) -> None:
+        for cell in read(path).cells:
+            assert not cell.get("outputs"), cell.source
+            assert cell.get("execution_count") is None, cell.source
+
+    def test_it_is_its_script(self, path: Path) -> None:
+        jupytext = pytest.importorskip("jupytext")
+        script = jupytext.read(path.with_suffix(".py"))
+        assert [(cell.cell_type, cell.source) for cell in read(path).cells] == [
+            (cell.cell_type, cell.source) for cell in script.cells
+        ], f"run: jupytext --sync notebooks/{path.name}"
+
+    def test_it_runs_without_a_gpu(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        nbclient = pytest.importorskip("nbclient")
+        for module in ("ipykernel", "matplotlib", "av", "skvideo"):
+            if find_spec(module) is None:
+                pytest.skip(f"{module} is not installed")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        # Threads of the small products wait for each other where tests run side by side.
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+        notebook = read(path)
+        nbclient.NotebookClient(
+            notebook, timeout=SECONDS, resources={"metadata": {"path": str(FOLDER)}}
+        ).execute()
+        outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
+        pictures = [o for o in outputs if "image/png" in o.get("data", {})]
+        assert pictures, "no picture was drawn"
+        streams = {o.name for o in outputs if o.output_type == "stream"}
+        assert streams == {"stdout"}, "a cell wrote a warning"

@@ -1,0 +1,252 @@
+"""What the pictures show: boxes, colours, hatching and words, on masks small enough to list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessera_cupy import viz
+from tessera_cupy.mapping import Mapping, map_mask
+from tessera_cupy.masks import BlockMask
+
+pytest.importorskip("matplotlib")
+
+# Row 0 keeps blocks 0, 2 and 3; row 1 keeps 2.
+MASK = BlockMask.from_dense([[1, 0, 1, 1], [0, 0, 1, 0]], (16, 16))
+
+Box = tuple[float, float, float, float]
+
+
+@pytest.fixture
+def ax() -> Iterator[Any]:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(8, 4)).subplots()
+
+
+def boxes(ax: Any, *, hatched: bool) -> dict[Box, str]:
+    """The drawn rectangles (x0, y0, x1, y1) with their face colours."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_hex
+
+    found = {}
+    for collection in ax.collections:
+        faces = collection.get_facecolor()
+        if (
+            not isinstance(collection, PolyCollection)
+            or bool(collection.get_hatch()) != hatched
+            or not len(faces)
+        ):
+            continue
+        for i, path in enumerate(collection.get_paths()):
+            x, y = path.vertices.T
+            box = (x.min(), y.min(), x.max(), y.max())
+            found[tuple(map(float, box))] = to_hex(faces[i % len(faces)]).upper()
+    return found
+
+
+def labels(ax: Any) -> dict[tuple[float, float], str]:
+    return {tuple(map(float, t.get_position())): t.get_text() for t in ax.texts}
+
+
+def test_packed_tiles_in_the_mask(ax: Any) -> None:
+    viz.draw_tiles(ax, map_mask(MASK, Mapping("retain", "pack"), 16, 32))
+    first, second = viz.STEP_COLOURS[:2]
+    assert boxes(ax, hatched=False) == {
+        (0, 0, 16, 16): first,
+        (32, 0, 48, 16): first,
+        (48, 0, 64, 16): second,
+        (32, 16, 48, 32): first,
+    }
+    assert boxes(ax, hatched=True) == {}
+    assert labels(ax) == {(8, 8): "0", (40, 8): "0", (56, 8): "1", (40, 24): "0"}
+
+
+def test_packed_tiles_as_steps(ax: Any) -> None:
+    viz.draw_steps(ax, map_mask(MASK, Mapping("retain", "pack"), 16, 32))
+    first, second = viz.STEP_COLOURS[:2]
+    assert boxes(ax, hatched=False) == {
+        (0, 0, 16, 16): first,
+        (16, 0, 32, 16): first,
+        (32, 0, 48, 16): second,
+        (0, 16, 16, 32): first,
+    }
+    # Whole steps are hatched underneath: what no colour covers is work on nothing.
+    assert set(boxes(ax, hatched=True)) == {(0, 0, 32, 16), (32, 0, 64, 16), (0, 16, 32, 32)}
+    assert ax.get_ylim() == (32, 0)
+
+
+def test_merged_neighbours_are_hatched_where_the_mask_is_off(ax: Any) -> None:
+    viz.draw_tiles(ax, map_mask(MASK, Mapping("retain", "merge"), 16, 32))
+    assert set(boxes(ax, hatched=True)) == {(16, 0, 32, 16), (48, 16, 64, 32)}
+    assert set(boxes(ax, hatched=False)) == {
+        (0, 0, 16, 16),
+        (32, 0, 48, 16),
+        (48, 0, 64, 16),
+        (32, 16, 48, 32),
+    }
+
+
+def test_merged_rows_are_hatched_where_one_of_them_is_no_member(ax: Any) -> None:
+    viz.draw_tiles(ax, map_mask(MASK, Mapping("merge", "pack"), 32, 32))
+    first, second = viz.STEP_COLOURS[:2]
+    assert set(boxes(ax, hatched=True)) == {(0, 16, 16, 32), (48, 16, 64, 32)}
+    assert boxes(ax, hatched=False) == {
+        (0, 0, 16, 16): first,
+        (32, 0, 48, 32): first,
+        (48, 0, 64, 16): second,
+    }
+
+
+def test_a_window_leaves_out_other_tiles_and_steps(ax: Any) -> None:
+    tiles = map_mask(MASK, Mapping("retain", "retain"), 16, 16)
+    window = viz.Window(0, 16, 32, 64)
+    viz.draw_steps(ax, tiles, window=window)
+    assert set(boxes(ax, hatched=False)) == {(0, 0, 16, 16), (16, 0, 32, 16)}
+    assert sorted(labels(ax).values()) == ["1", "2"]
+
+
+@pytest.mark.parametrize(("kv_side", "steps"), [("merge", 1), ("retain", 0)])
+def test_a_step_belongs_to_a_window_by_what_it_loads(ax: Any, kv_side: str, steps: int) -> None:
+    # Nothing of row 0 is active in block 1. Merge loads it with block 0; retain leaves the other
+    # half of its step empty.
+    viz.draw_steps(
+        ax, map_mask(MASK, Mapping("retain", kv_side), 16, 32), window=viz.Window(0, 16, 16, 32)
+    )
+    assert len(boxes(ax, hatched=True)) == steps
+
+
+def test_a_short_last_block_is_drawn_short(ax: Any) -> None:
+    mask = BlockMask.from_dense(np.ones((2, 2), dtype=bool), (16, 16), (25, 20))
+    viz.draw_tiles(ax, map_mask(mask, Mapping("retain", "retain"), 16, 16))
+    assert set(boxes(ax, hatched=False)) == {
+        (0, 0, 16, 16),
+        (16, 0, 20, 16),
+        (0, 16, 16, 25),
+        (16, 16, 20, 25),
+    }
+
+
+def test_another_head_is_another_picture(ax: Any) -> None:
+    both = np.zeros((2, 1, 3), dtype=bool)
+    both[0, 0, 0] = both[1, 0, 2] = True
+    mask = BlockMask.from_dense(both, (16, 16))
+    viz.draw_tiles(ax, map_mask(mask, Mapping("retain", "retain"), 16, 16), head=1)
+    assert set(boxes(ax, hatched=False)) == {(32, 0, 48, 16)}
+
+
+def test_mask_kinds_and_ragged_edges(ax: Any) -> None:
+    token = np.zeros((32, 32), dtype=bool)
+    token[:16, :16] = True
+    token[16:, 16:] = np.eye(16, dtype=bool)
+    viz.draw_mask(ax, BlockMask.from_tokens(token, (16, 16)))
+    mesh = ax.collections[0]
+    assert mesh.get_array().reshape(2, 2).tolist() == [[1, 0], [0, 2]]
+    words = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert words == ["kept block", "partly kept block", "skipped block"]
+
+
+def test_ragged_blocks_keep_their_sizes(ax: Any) -> None:
+    mask = BlockMask.from_dense(
+        [[1, 0], [0, 1]], (16, 16), q_block_sizes=[5, 27], kv_block_sizes=[24, 8]
+    )
+    viz.draw_mask(ax, mask)
+    corners = ax.collections[0].get_coordinates()
+    assert corners[0, :, 0].tolist() == [0, 24, 32]
+    assert corners[:, 0, 1].tolist() == [0, 5, 32]
+
+
+def test_useful_fractions_of_each_way() -> None:
+    ways = viz.tile_each_way(MASK)
+    assert [(w.mapping.name, w.tiles.shape.q, w.tiles.shape.kv) for w in ways] == [
+        ("retain-retain", 16, 16),
+        ("retain-retain", 16, 32),
+        ("retain-merge", 16, 32),
+        ("retain-pack", 16, 32),
+        ("merge-pack", 32, 32),
+        ("split-split", 8, 8),
+    ]
+    # 4 active blocks; steps of one block: 4, of two blocks: 4, 3 and 3, of four blocks: 2.
+    assert [w.useful for w in ways] == [1, 4 / 8, 4 / 6, 4 / 6, 4 / 8, 1]
+
+
+def test_ways_that_a_block_size_does_not_allow_are_left_out() -> None:
+    mask = BlockMask.from_dense(np.eye(2, dtype=bool), (200, 24))
+    names = [way.mapping.name for way in viz.tile_each_way(mask)]
+    assert names == ["retain-retain", "retain-retain", "retain-merge", "retain-pack"]
+
+
+def test_ragged_blocks_take_tiles_that_hold_the_largest() -> None:
+    mask = BlockMask.from_dense(
+        [[1, 0], [1, 1]], (16, 16), q_block_sizes=[20, 12], kv_block_sizes=[24, 8]
+    )
+    ways = viz.tile_each_way(mask)
+    assert [(w.mapping.name, w.tiles.shape.q, w.tiles.shape.kv) for w in ways] == [
+        ("retain-retain", 24, 24),
+        ("retain-retain", 24, 48),
+        ("retain-pack", 24, 48),
+    ]
+
+
+def test_the_default_window_starts_at_even_blocks_and_stays_inside() -> None:
+    mask = BlockMask.from_dense(np.eye(101, dtype=bool), (64, 64), (6410, 6410))
+    window = viz.diagonal_window(mask)
+    assert (window.q0 // 64 % 2, window.kv0 // 64 % 2) == (0, 0)
+    assert (window.q1 - window.q0, window.kv1 - window.kv0) == (8 * 64, 24 * 64)
+    assert window.q0 < 3205 < window.q1
+    assert window.kv0 < 3205 < window.kv1
+    small = BlockMask.from_dense(np.eye(3, dtype=bool), (64, 64), (150, 150))
+    assert viz.diagonal_window(small) == viz.Window(0, 150, 0, 150)
+
+
+def test_the_page_is_written_with_every_way_in_it(tmp_path: Path) -> None:
+    dense = np.random.default_rng(0).random((1, 2, 6, 6)) < 0.4
+    mask = BlockMask.from_dense(dense, (64, 64), (370, 370))
+    figure = viz.mask_to_tiles(mask, head=1, title="A title")
+    figure.savefig(tmp_path / "page.png", dpi=40)
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert figure.get_suptitle() == "A title"
+    titles = " ".join(a.get_title() for a in figure.axes)
+    for way in viz.tile_each_way(mask):
+        q, kv = way.tiles.shape.q, way.tiles.shape.kv
+        assert f"{way.mapping.q} Q, {way.mapping.kv} KV" in titles
+        assert f"{q}x{kv}\nuseful {way.useful:.2f}" in titles
+    legends = [
+        text.get_text()
+        for a in figure.axes
+        if a.get_legend()
+        for text in a.get_legend().get_texts()
+    ]
+    assert "work on inactive entries" in legends
+    assert "part drawn as tiles" in legends
+    # Nothing that is drawn sticks out of the page.
+    page = figure.bbox
+    for a in figure.axes:
+        box = a.get_tightbbox()
+        assert box is None or (page.x0 <= box.x0 and box.x1 <= page.x1 and box.y1 <= page.y1)
+
+
+@pytest.mark.parametrize("wrong", [{"head": 2}, {"batch": 1}, {"head": -1}])
+def test_a_head_that_is_not_there_is_refused(wrong: dict[str, int], ax: Any) -> None:
+    name = next(iter(wrong))
+    with pytest.raises(ValueError, match=f"`{name}`: expected from 0 to"):
+        viz.draw_mask(ax, MASK, **wrong)
+
+
+def test_tiles_of_a_head_that_is_not_there_are_refused(ax: Any) -> None:
+    tiles = map_mask(MASK, Mapping("retain", "retain"), 16, 16)
+    for draw in (viz.draw_tiles, viz.draw_steps):
+        with pytest.raises(ValueError, match="`head`: expected a mask head from 0 to 0"):
+            draw(ax, tiles, head=1)
+
+
+def test_importing_the_module_does_not_import_matplotlib() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys; import tessera_cupy.viz; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
