@@ -98,8 +98,8 @@ template <typename C>
 struct SharedStorage {
   alignas(1024) u8 tiles[C::kTileBytes];  // Q, V, K
   StepTable<C> table[C::kTables];
-  alignas(16) Fragment fragment[2][C::kTileKV];
-  i32 fragment_bits[2][C::kBits ? C::kTileKV : 1];
+  alignas(16) Fragment fragment[2][C::kColTiles];
+  i32 fragment_bits[2][C::kBits ? C::kColTiles : 1];
   CopyState copy;
   u32 members[C::kWarps];  // of each warp's row groups, the bits that exist
 };

@@ -56,7 +56,6 @@ def test_text_names_packages_and_folders(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     "probe",
     [
-        "version",
         "_installed",
         "_python",
         "_cupy",

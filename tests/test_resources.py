@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tessera_cupy
 from tessera_cupy import _resources
 from tessera_cupy.errors import TesseraError
 
@@ -67,6 +68,7 @@ def test_wheel_carries_both_folders_and_nothing_beside_the_package(built: Path) 
             assert wheel.read(f"tessera_cupy/_data/{name}") == content
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"tessera_cupy"}
     assert "tessera_cupy/py.typed" in names
+    assert archive.name.startswith(f"tessera_cupy-{tessera_cupy.__version__}-py3")
 
 
 def test_installed_wheel_reads_its_own_copy(built: Path, tmp_path: Path) -> None:

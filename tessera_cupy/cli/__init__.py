@@ -1,4 +1,4 @@
-"""The ``tessera-cupy`` command: ``env``, ``demo``, ``plan`` and ``cache``.
+"""The ``tessera-cupy`` command: ``env``, ``demo``, ``plan``, ``cache`` and ``bench``.
 
 Each command is a module with ``add_to``, which declares its arguments, and a function that
 runs it and returns the exit status: 0 for success, 1 for a failure that was explained in one
@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from tessera_cupy.cli import cache, demo, env, plan
+from tessera_cupy.cli import bench, cache, demo, env, plan
 from tessera_cupy.cli.output import Output
 from tessera_cupy.errors import TesseraError
 
@@ -59,6 +59,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Block-sparse attention through raw CUDA kernels: look, try, plan, compile.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (env, demo, plan, cache):
+    for command in (env, demo, plan, cache, bench):
         command.add_to(commands)
     return parser

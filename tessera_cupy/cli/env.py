@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
+from tessera_cupy import __version__
 from tessera_cupy.cli import gpu
 from tessera_cupy.cli.output import Commands, Output, add_json, facts, size
 from tessera_cupy.errors import TesseraError
@@ -51,17 +52,11 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-def version() -> str:
-    """Version of the installed distribution."""
-    found = _installed("tessera-cupy")
-    return found or "unknown (not installed; run from a source checkout)"
-
-
 def collect() -> dict[str, Any]:
     """Every fact of the report; one that cannot be had is ``{"error": reason}`` in its place."""
     packages = {name: _guard(partial(_installed, name)) for name in PACKAGES}
     report: dict[str, Any] = {
-        "tessera_cupy": _guard(version),
+        "tessera_cupy": __version__,
         "python": _guard(_python),
         "packages": packages,
         "cupy": _guard(_cupy),
@@ -187,7 +182,7 @@ def _failed(value: object) -> bool:
 
 def _text(report: Mapping[str, Any]) -> Group:
     rows: dict[str, object] = {
-        "tessera-cupy": _say(report["tessera_cupy"]),
+        "tessera-cupy": report["tessera_cupy"],
         "Python": _say(report["python"]),
     }
     rows |= {name: _say(found) for name, found in report["packages"].items() if found}

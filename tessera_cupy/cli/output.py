@@ -41,7 +41,8 @@ class Output:
         if self.json:
             print(json.dumps(plain(data), indent=2, ensure_ascii=False))
         elif text is not None:
-            self.console.print(text, markup=False)
+            # Lines of text are the terminal's to wrap; in a log or a pipe they stay whole.
+            self.console.print(text, markup=False, soft_wrap=isinstance(text, (str, Text)))
 
     def fail(self, error: BaseException) -> None:
         """Write an error, on stderr; under ``--json`` as an object on stdout too."""

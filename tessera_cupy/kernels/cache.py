@@ -172,14 +172,15 @@ class KernelCache:
 
         Only looks at names and sizes; :meth:`verify` reads the files.
         """
-        nvrtc = next(_versions(), None)
+        versions = list(_versions())
         found = []
         for folder, name, key in self._folders():
             arch = folder.parent.name
             # An architecture of another version of the package has no catalog here.
-            current = nvrtc is not None and any(
+            current = any(
                 config.name == name and self.digest(config, nvrtc) == key
                 for config in (catalog(arch) if arch in ARCHS else ())
+                for nvrtc in versions
             )
             size = 0
             with suppress(OSError):  # another process may be clearing it

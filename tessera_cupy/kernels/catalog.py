@@ -95,13 +95,15 @@ def _attend_smem(
 ) -> int:
     """Size of ``SharedStorage`` in attend_mma.cu; each specialisation asserts that it is."""
     q = tile_q * head_dim * 2
-    kv = tile_kv * head_dim * 2 * stages
+    kv = tile_kv * head_dim * 2
+    q_in_registers = tile_q == 16 * warps and head_dim <= 128
+    q_shares_v = q_in_registers and stages == 1 and q <= kv
     groups = tile_kv // 8
     table = 4 * tile_kv + 4 * groups + 2 * 4 * (groups if bits else 1)
-    size = 2 * stages * table
-    size = _align(q, 1024) + 2 * _align(kv, 1024) + _align(size, 16)
-    size += 2 * tile_kv * 8 + 2 * 4 * (tile_kv if bits else 1)
-    size = _align(size, 8) + 48 + 4 * warps
+    size = 2 * kv * stages + (0 if q_shares_v else q)
+    size += 2 * stages * _align(table, 16)
+    size += 2 * 8 * groups + 2 * 4 * (groups if bits else 1)  # fragments and their bits
+    size = _align(size, 8) + 48 + 4 * warps  # CopyState and members
     return _align(size, 1024)
 
 
@@ -109,29 +111,51 @@ def _align(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-class _Row(NamedTuple):
-    """A shape of attend_mma for all architectures, both dtypes, with and without token bits.
+_LARGE = ("sm_90a", "sm_100a")  # 227 KB of shared memory a CTA
+_SMALL = ("sm_86", "sm_89", "sm_120a")  # 99 KB
+_ALL = ("sm_80", *_LARGE, *_SMALL)
 
-    ``ctas`` is what the registers allow; shared memory may lower it on an architecture.
+
+class _Row(NamedTuple):
+    """A shape of attend_mma for some architectures, both dtypes, with and without token bits.
+
+    ``ctas`` is what the registers allow, without and with token bits; shared memory may lower
+    it on an architecture.
     """
 
+    archs: tuple[str, ...]
     head_dim: int
     tile_q: int
     tile_kv: int
     warps: int
     stages: int
-    ctas: int
+    ctas: tuple[int, int]
     why: str
 
 
+_WHY_64 = "blocks of 64 rows and less; Q, S and O in registers, Q's place goes to V"
+_WHY_128 = "32 rows a warp: each K and V fragment read feeds two products"
 _ROWS = (
-    _Row(64, 64, 64, 4, 1, 3, "blocks of 64 rows and less; 168 registers hold Q, S and O"),
-    _Row(64, 128, 64, 4, 1, 2, "32 rows a warp: each K and V fragment read feeds two products"),
-    _Row(96, 64, 64, 4, 1, 3, "blocks of 64 rows and less; 168 registers hold Q, S and O"),
-    _Row(96, 128, 64, 4, 1, 2, "32 rows a warp: each K and V fragment read feeds two products"),
-    _Row(128, 64, 64, 4, 1, 2, "blocks of 64 rows and less; a third CTA would spill"),
-    _Row(128, 128, 64, 8, 1, 1, "half the KV loads of 64 rows; 32 rows a warp would spill"),
-    _Row(256, 64, 32, 4, 1, 2, "O takes half of the registers, so S has 32 columns"),
+    _Row(_ALL, 64, 64, 64, 4, 1, (3, 3), _WHY_64),
+    _Row(_ALL, 64, 128, 64, 4, 1, (2, 2), _WHY_128),
+    _Row(
+        ("sm_80", "sm_90a"),
+        64,
+        128,
+        128,
+        4,
+        1,
+        (2, 2),
+        f"{_WHY_128}; half the barriers of 64 columns",
+    ),
+    _Row(_ALL, 96, 64, 64, 4, 1, (3, 2), _WHY_64),
+    _Row(_ALL, 96, 128, 64, 4, 1, (2, 2), _WHY_128),
+    _Row(("sm_80", "sm_90a"), 128, 64, 64, 4, 1, (3, 2), _WHY_64),
+    _Row(("sm_100a", *_SMALL), 128, 64, 64, 4, 1, (2, 2), f"{_WHY_64}; a third CTA would spill"),
+    _Row(("sm_80",), 128, 128, 64, 4, 1, (2, 2), _WHY_128),
+    _Row(_LARGE, 128, 128, 64, 4, 2, (2, 2), f"{_WHY_128}; one barrier a step"),
+    _Row(_SMALL, 128, 128, 32, 4, 1, (2, 2), f"{_WHY_128}; 32 columns let two CTAs fit"),
+    _Row(_ALL, 256, 64, 32, 4, 1, (2, 2), "O takes half of the registers, so S has 32 columns"),
 )
 _MERGE_WARPS = 8
 _MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"
@@ -147,12 +171,12 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
     target = get_arch(arch)
     configs = []
     for row in _ROWS:
+        if target.name not in row.archs:
+            continue
         for dtype in DTYPES:
-            for features in ((), ("bits",)):
+            for bits in (False, True):
                 shape = (row.head_dim, row.tile_q, row.tile_kv, row.warps, row.stages)
-                smem = _attend_smem(*shape, bool(features))
-                if smem > target.smem_block:
-                    continue
+                smem = _attend_smem(*shape, bits)
                 configs.append(
                     KernelConfig(
                         arch=target.name,
@@ -163,8 +187,8 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
                         tile_kv=row.tile_kv,
                         warps=row.warps,
                         stages=row.stages,
-                        min_ctas=min(row.ctas, target.smem_sm // (smem + SMEM_RESERVED)),
-                        features=features,
+                        min_ctas=min(row.ctas[bits], target.smem_sm // (smem + SMEM_RESERVED)),
+                        features=("bits",) if bits else (),
                         why=row.why,
                     )
                 )

@@ -43,7 +43,7 @@ def expected_version() -> str | None:
             found.setdefault(match[1], match[2])  # the first on the path is the one imported
     major = found.get("cuda_bindings", "").partition(".")[0]
     # The wheel for CUDA 12 has a suffix; since CUDA 13 it has none.
-    for name in (f"nvidia_cuda_nvrtc_cu{major}", "nvidia_cuda_nvrtc"):
+    for name in ("nvidia_cuda_nvrtc_cu12", "nvidia_cuda_nvrtc"):
         version = found.get(name)
         if version is not None and version.partition(".")[0] == major:
             return version

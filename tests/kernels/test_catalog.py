@@ -23,14 +23,18 @@ ATTENTION = [config for config in EVERY if config.kernel == "attend_mma"]
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_tile_has_both_dtypes_with_and_without_bits(arch: str) -> None:
+    shapes = {(c.head_dim, c.tile_q, c.tile_kv) for c in catalog(arch) if c.kernel == "attend_mma"}
     for head_dim in (64, 96, 128):
-        for tile_q in (64, 128):
-            for dtype in DTYPES:
-                for bits in (False, True):
-                    found = find(arch, "attend_mma", dtype, head_dim, tile_q, 64, bits)
-                    assert found is not None
-                    assert (found.arch, found.head_dim) == (arch, head_dim)
-                    assert (found.dtype, found.bits) == (dtype, bits)
+        assert (head_dim, 64, 64) in shapes
+        assert any((head_dim, 128, tile_kv) in shapes for tile_kv in (32, 64, 128))
+    for head_dim, tile_q, tile_kv in shapes:
+        for dtype in DTYPES:
+            for bits in (False, True):
+                found = find(arch, "attend_mma", dtype, head_dim, tile_q, tile_kv, bits)
+                assert found is not None
+                assert (found.arch, found.head_dim) == (arch, head_dim)
+                assert (found.tile_q, found.tile_kv) == (tile_q, tile_kv)
+                assert (found.dtype, found.bits) == (dtype, bits)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -76,6 +80,14 @@ def test_names_are_unique_readable_and_safe_as_folders(arch: str) -> None:
     names = [config.name for config in catalog(arch)]
     assert len(names) == len(set(names))
     assert all(re.fullmatch(r"[a-z0-9_]+", name) for name in names)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_two_entries_answer_the_same_question(arch: str) -> None:
+    for config in catalog(arch):
+        if config.kernel == "attend_mma":
+            sizes = (config.dtype, config.head_dim, config.tile_q, config.tile_kv, config.bits)
+            assert find(arch, config.kernel, *sizes) is config, config.name
 
 
 def test_name_tells_the_shape() -> None:
@@ -129,11 +141,11 @@ def test_merge_has_the_dtype_and_architecture_of_the_attention() -> None:
 
 
 def test_a_device_with_less_shared_memory_takes_a_smaller_tile() -> None:
-    wide = find("sm_90a", "attend_mma", "bfloat16", 128, 128, 64, bits=False)
-    narrow = find("sm_90a", "attend_mma", "bfloat16", 128, 64, 64, bits=False)
+    wide = find("sm_90a", "attend_mma", "bfloat16", 64, 128, 64, bits=False)
+    narrow = find("sm_90a", "attend_mma", "bfloat16", 64, 64, 64, bits=False)
     assert wide is not None
     assert narrow is not None
-    deep = replace(wide, tile_kv=128, stages=2)  # fits only where there are 227 KB
+    deep = replace(wide, tile_kv=192, stages=2)  # fits only where there are 227 KB
 
     def first_that_runs(smem_block: int) -> KernelConfig | None:
         fitting = (c for c in (deep, wide, narrow) if why_not(c, smem_block) is None)

@@ -1,0 +1,106 @@
+"""Attention rates against torch's dense backends, in one run on one GPU.
+
+Masks are random: each row of blocks keeps the same number of blocks, drawn without
+replacement. Rates count active (query, key) pairs only, 4 * d floating-point operations each,
+so a ratio of 1 means that skipping work costs nothing. Absolute rates move with the clock and
+with who else uses the machine; the ratios of one run hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tessera_cupy import interop
+from tessera_cupy.attention import make_plan
+from tessera_cupy.bench import gpu
+from tessera_cupy.masks import BlockMask
+
+#: torch backends of the table: column title and torch's name.
+BACKENDS = (("FA2", "FLASH_ATTENTION"), ("cuDNN", "CUDNN_ATTENTION"))
+WARM_UP, RUNS = 2, 9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mask: square blocks of ``block`` tokens, ``density`` of them kept in each row."""
+
+    block: int
+    density: float
+
+
+CASES = tuple(Case(block, density) for block in (128, 64, 32, 16) for density in (1.0, 0.1))
+
+
+def random_mask(case: Case, heads: int, tokens: int, rng: np.random.Generator) -> BlockMask:
+    """A mask with the same number of blocks in each row.
+
+    >>> random_mask(Case(64, 0.5), 2, 512, np.random.default_rng(0)).density()
+    0.5
+    """
+    blocks = -(-tokens // case.block)
+    kept = max(1, round(case.density * blocks))
+    mask = np.zeros((1, heads, blocks, blocks), bool)
+    for head in range(heads):  # one head at a time: the random keys are eight times the mask
+        columns = np.argpartition(rng.random((blocks, blocks)), kept - 1, axis=-1)[:, :kept]
+        np.put_along_axis(mask[0, head], columns, True, axis=-1)
+    return BlockMask.from_dense(mask, (case.block, case.block), (tokens, tokens))
+
+
+def run(
+    tokens: int, heads: int, head_dim: int, cases: tuple[Case, ...], on_case: Callable[[], None]
+) -> dict[str, Any]:
+    """Time every case and torch's dense backends on bfloat16 random input.
+
+    Args:
+        tokens: query and key tokens.
+        heads: heads of q, k and v.
+        head_dim: elements of a row.
+        cases: the masks.
+        on_case: called after each case and backend.
+
+    Returns:
+        JSON-able: the GPU, the sizes, TFLOP/s of each backend that torch has here, and for each
+        case its plan, milliseconds, TFLOP/s of active pairs and the ratio to each backend.
+
+    Raises:
+        NoGpuError: there is none.
+    """
+    cupy = interop.import_cupy()
+    rng = np.random.default_rng(0)
+    shape = (1, heads, tokens, head_dim)
+    dtype = interop.numpy_dtype("bfloat16")
+    q, k, v = (cupy.asarray(rng.standard_normal(shape, np.float32).astype(dtype)) for _ in range(3))
+    out = cupy.empty_like(q)
+    timed = partial(gpu.median_ms, on_run=lambda: None, warm_up=WARM_UP, runs=RUNS)
+
+    dense_flops = 4 * head_dim * tokens**2 * heads
+    backends = {}
+    for title, backend in BACKENDS:
+        call = gpu.torch_sdpa(q, k, v, backend)
+        if call is not None:
+            backends[title] = dense_flops / timed(call) / 1e9
+        on_case()
+    rows = []
+    for case in cases:
+        mask = random_mask(case, heads, tokens, rng)
+        plan = make_plan(mask, q, k, v)
+        ms = timed(partial(plan.run, q, k, v, out=out))
+        rate = 4 * head_dim * mask.active_pairs() / ms / 1e9
+        rows.append(
+            {
+                "block": case.block,
+                "density": mask.density(),
+                "plan": plan.spec.name,
+                "ms": ms,
+                "tflops": rate,
+                "ratios": {title: rate / dense for title, dense in backends.items()},
+            }
+        )
+        on_case()
+    sizes = {"tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": "bfloat16"}
+    return {"gpu": gpu.name(), **sizes, "dense_tflops": backends, "cases": rows}
