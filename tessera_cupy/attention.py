@@ -181,6 +181,17 @@ class Plan:
         for name, array in (("q", q), ("k", k), ("v", v)):
             interop.check_no_gradient(name, array)
         host = interop.on_host(q)
+        for name, array in (("k", k), ("v", v)):
+            if interop.on_host(array) != host:
+                places = ("GPU", "host") if host else ("host", "GPU")
+                raise ValueError(
+                    wrong(
+                        name,
+                        f"an array in {places[1]} memory, like q",
+                        f"one in {places[0]} memory",
+                        "move both to one place",
+                    )
+                )
         made = make_request(
             self.mask,
             q,
@@ -192,8 +203,15 @@ class Plan:
         )
         if made != self.request:
             raise ValueError(
-                wrong("q, k, v", f"what the plan is for, {self.request}", made, "make a new plan")
+                wrong(
+                    "q, k, v",
+                    f"the plan's {self.request.differences(made)}",
+                    made.differences(self.request),
+                    "make a new plan",
+                )
             )
+        if out is not None:
+            _check_out(out, q, self.request, on_gpu=not host)
         if host:
             return self._run_on_host(q, k, v, scale, out, return_lse)
         return self._run_on_gpu(q, k, v, scale, out, return_lse, stream)
@@ -203,7 +221,6 @@ class Plan:
         result, lse = reference.execute(self, *arrays, sm_scale=scale, return_lse=True)
         result = interop.host_result(result, q, self.request.dtype)
         if out is not None:
-            _check_out(out, q, self.request, on_gpu=False)
             out[...] = result
             result = out
         if not return_lse:
@@ -245,8 +262,6 @@ class Plan:
                     "make a plan for that architecture",
                 )
             )
-        if out is not None:
-            _check_out(out, q, r, on_gpu=True)
         with cupy.cuda.Device(device), interop.cupy_stream(stream, q, device):
             result = interop.empty(q, r.q_shape, r.dtype) if out is None else out
             lse = interop.empty(q, (r.batch, r.q_heads, r.sq), "float32") if return_lse else None
@@ -454,7 +469,13 @@ def _eligible(
 
 def _not_eligible(plan: str, reason: str, request: Request) -> PlanNotEligibleError:
     return PlanNotEligibleError(
-        wrong("regime", f"a plan that can serve {request}", f"{plan} ({reason})", 'use "auto"')
+        wrong(
+            "regime",
+            f"a plan that can serve {request.q_heads} heads of {request.head_dim} in "
+            f"{request.dtype} on {request.arch.name}",
+            f"{plan} ({reason})",
+            'use "auto"',
+        )
     )
 
 

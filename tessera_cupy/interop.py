@@ -143,15 +143,18 @@ def device_operand(array: Any, name: str) -> Operand:
 
 
 def is_aligned(operand: Operand) -> bool:
-    """Whether 16-byte copies can read it: contiguous last axis, aligned address and strides."""
+    """Whether the kernels' 16-byte copies can read it.
+
+    That is: contiguous last axis, address and strides in whole 16 bytes, no negative stride, and
+    rows less than 4 GiB apart.
+    """
     *outer, last = operand.strides
-    lengths = operand.shape[:-1]
+    used = [stride for stride, length in zip(outer, operand.shape[:-1], strict=True) if length > 1]
     return (
         (last == 1 or operand.shape[-1] == 1)
         and operand.pointer % 16 == 0
-        and all(
-            stride % 8 == 0 for stride, length in zip(outer, lengths, strict=True) if length > 1
-        )
+        and all(stride % 8 == 0 and stride >= 0 for stride in used)
+        and all(stride < 2**31 for stride in used[1:])
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from tessera_cupy import interop
@@ -50,6 +50,14 @@ class Request:
     head_dim: int
     dtype: str
     layout: str
+
+    def differences(self, other: Request) -> str:
+        """This request's values of the fields in which another one differs, as text."""
+        mine = {f.name: getattr(self, f.name) for f in fields(self)}
+        mine["arch"] = self.arch.name
+        theirs = {f.name: getattr(other, f.name) for f in fields(other)}
+        theirs["arch"] = other.arch.name
+        return ", ".join(f"{name} {value}" for name, value in mine.items() if value != theirs[name])
 
     @property
     def kernel_dtype(self) -> str:
