@@ -7,6 +7,7 @@ at, to keep, or to make for a GPU that is not here.
 from __future__ import annotations
 
 import math
+import struct
 import threading
 import weakref
 from dataclasses import dataclass
@@ -230,19 +231,15 @@ class Plan:
     def _run_on_gpu(
         self, q: Any, k: Any, v: Any, scale: float, out: Any, return_lse: bool, stream: Any
     ) -> Any:
-        cupy = interop.import_cupy()
         from tessera_cupy.kernels import launch
 
         r = self.request
-        operands = {
-            name: interop.device_operand(array, name)
-            for name, array in (("q", q), ("k", k), ("v", v))
-        }
-        device = operands["q"].device
-        for name, operand in operands.items():
-            if operand.device != device:
+        device = interop.device_of(q, "q")
+        for name, array in (("k", k), ("v", v)):
+            other = interop.device_of(array, name)
+            if other != device:
                 raise ValueError(
-                    wrong(name, f"q's device {device}", f"device {operand.device}", "move it there")
+                    wrong(name, f"q's device {device}", f"device {other}", "move it there")
                 )
         if self.mask.device not in (None, device):
             raise ValueError(
@@ -262,28 +259,38 @@ class Plan:
                     "make a plan for that architecture",
                 )
             )
-        with cupy.cuda.Device(device), interop.cupy_stream(stream, q, device):
+        with interop.on_stream(stream, (q, k, v), device):
+            operands = {
+                name: interop.aligned(interop.device_operand(array, name))
+                for name, array in (("q", q), ("k", k), ("v", v))
+            }
             result = interop.empty(q, r.q_shape, r.dtype) if out is None else out
             lse = interop.empty(q, (r.batch, r.q_heads, r.sq), "float32") if return_lse else None
-            aligned = {name: interop.aligned(operand) for name, operand in operands.items()}
             launch.attend(
                 self.config,
                 catalog.merge_for(self.config),
                 self._prepared.uploaded(self.mask, device),
-                _tensor(aligned["q"], r.layout),
-                _tensor(aligned["k"], r.layout),
-                _tensor(aligned["v"], r.layout),
+                _tensor(operands["q"], r.layout),
+                _tensor(operands["k"], r.layout),
+                _tensor(operands["v"], r.layout),
                 _tensor(interop.device_operand(result, "out"), r.layout),
-                lse=0 if lse is None else interop.device_operand(lse, "out").pointer,
-                device=device,
-                q_heads=r.q_heads,
-                kv_heads=r.kv_heads,
-                head_dim=r.head_dim,
-                sq=r.sq,
-                sm_scale=scale,
+                0 if lse is None else interop.device_operand(lse, "out").pointer,
+                launch.Geometry(
+                    batch=r.batch,
+                    q_heads=r.q_heads,
+                    kv_heads=r.kv_heads,
+                    sq=r.sq,
+                    skv=r.skv,
+                    head_dim=r.head_dim,
+                    dtype=r.dtype,
+                    sm_scale=scale,
+                    capacity=self._prepared.model.capacity,
+                    device=device,
+                ),
             )
-        result = result if out is not None else interop.returned(result, q)
-        return (result, interop.returned(lse, q)) if return_lse else result
+            if out is None:
+                result = interop.returned(result, q)
+            return (result, interop.returned(lse, q)) if return_lse else result
 
 
 def make_plan(
@@ -325,10 +332,10 @@ def make_plan(
     if arch is not None:
         target = get_arch(arch)
     elif gpu:
-        target = gpu_arch(interop.device_operand(q, "q").device)
+        target = gpu_arch(interop.device_of(q, "q"))
     else:
         target = get_arch(HOST_ARCH)
-    device = interop.device_operand(q, "q").device if gpu else None
+    device = interop.device_of(q, "q") if gpu else None
     request = make_request(mask, q, k, v, layout=layout, arch=target, on_gpu=gpu)
     return Plan(mask, _choose(mask, request, regime, device if arch is None else None))
 
@@ -384,7 +391,7 @@ def block_sparse_attention(
         (1, 2, 256, 64)
     """
     host = interop.on_host(q)
-    device = None if host else interop.device_operand(q, "q").device
+    device = None if host else interop.device_of(q, "q")
     arch = get_arch(HOST_ARCH) if device is None else gpu_arch(device)
     request = make_request(mask, q, k, v, layout=layout, arch=arch, on_gpu=not host)
     plan = _reused(mask, request, regime, device)
@@ -399,6 +406,7 @@ _cache_lock = threading.Lock()
 def _reused(
     mask: BlockMask, request: Request, regime: str | PlanSpec | Table, device: int | None
 ) -> Plan:
+    regime = _checked_regime(regime)
     key = (request, regime, device)
     with _cache_lock:
         prepared = _cache.setdefault(mask, {}).get(key)
@@ -411,8 +419,7 @@ def _choose(
     mask: BlockMask, request: Request, regime: str | PlanSpec | Table, device: int | None
 ) -> _Prepared:
     """The first plan of the ranking that can serve the request."""
-    if isinstance(regime, str) and regime != "auto":
-        regime = PlanSpec.parse(regime)
+    regime = _checked_regime(regime)
     if isinstance(regime, PlanSpec):
         ranking: tuple[PlanSpec, ...] = (regime,)
         name, why = "given by the caller", "pinned"
@@ -441,6 +448,22 @@ def _choose(
     raise _not_eligible(", ".join(plan for plan, _ in passed_over), reasons, request)
 
 
+def _checked_regime(regime: Any) -> str | PlanSpec | Table:
+    """``"auto"``, a table, or the plan that a name stands for."""
+    if isinstance(regime, (PlanSpec, Table)):
+        return regime
+    if isinstance(regime, str):
+        return "auto" if regime == "auto" else PlanSpec.parse(regime)
+    raise TypeError(
+        wrong(
+            "regime",
+            '"auto", a plan\'s name, a PlanSpec or a Table',
+            type(regime).__name__,
+            "leave it out",
+        )
+    )
+
+
 def _eligible(
     spec: PlanSpec, mask: BlockMask, request: Request
 ) -> tuple[catalog.KernelConfig | None, str]:
@@ -461,6 +484,8 @@ def _eligible(
             f"the catalog of {request.arch.name} has no {spec.kernel} kernel {kind}with "
             f"{spec.tile_q}x{spec.tile_kv} tiles for head dim {request.head_dim}"
         )
+    if config.kernel == "attend_wgmma" and min(request.sq, request.skv, request.batch) == 0:
+        return None, "attend_wgmma needs at least one query and one key for its tensor maps"
     reason = catalog.why_not(config, request.arch.smem_block) or why_not(
         spec.mapping, mask, spec.tile_q, spec.tile_kv
     )
@@ -508,12 +533,15 @@ def _scale(sm_scale: float | None, head_dim: int) -> float:
     if sm_scale is None:
         return 1.0 / math.sqrt(head_dim)
     try:
-        scale = float(sm_scale)
-    except (TypeError, ValueError):
+        # What the kernels compute in, so that float32 and float64 of a number do the same.
+        scale = struct.unpack("f", struct.pack("f", sm_scale))[0]
+    except (OverflowError, struct.error):
         scale = math.nan
     if not math.isfinite(scale):
-        raise ValueError(wrong("sm_scale", "a finite number", repr(sm_scale), "pass a float"))
-    return scale
+        raise ValueError(
+            wrong("sm_scale", "a finite float32 number", repr(sm_scale), "pass a float")
+        )
+    return float(scale)
 
 
 def _check_out(out: Any, q: Any, request: Request, *, on_gpu: bool) -> None:
@@ -532,6 +560,10 @@ def _check_out(out: Any, q: Any, request: Request, *, on_gpu: bool) -> None:
     if got != expected:
         raise ValueError(wrong("out", f"shape and dtype {expected}", got, "allocate it like q"))
     if not on_gpu:
+        if not interop.on_host(out):
+            raise ValueError(
+                wrong("out", "an array in host memory, as q", "one on a GPU", "allocate it like q")
+            )
         return
     target, source = interop.device_operand(out, "out"), interop.device_operand(q, "q")
     if target.device != source.device:

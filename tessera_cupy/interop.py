@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,10 @@ from tessera_cupy.errors import NoGpuError, wrong
 GPU_DTYPES = ("float16", "bfloat16")
 #: Element types that the NumPy executor takes.
 HOST_DTYPES = ("float16", "bfloat16", "float32")
+
+# Device types of the DLPack standard: memory that the host reads, and that of CUDA GPUs.
+_DLPACK_HOST = (1, 3)
+_DLPACK_CUDA = (2, 13)
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,12 @@ def framework(array: Any) -> str:
     Raises:
         TypeError: for an object that is no array at all.
     """
-    root = type(array).__module__.partition(".")[0]
-    if root in ("jax", "jaxlib"):
-        return "jax"
-    if root in ("numpy", "cupy", "torch"):
-        return root
+    for base in type(array).__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in ("jax", "jaxlib"):
+            return "jax"
+        if root in ("numpy", "cupy", "torch"):
+            return root
     if hasattr(array, "__dlpack__"):
         return "dlpack"
     raise TypeError(
@@ -68,15 +75,28 @@ def framework(array: Any) -> str:
 
 
 def on_host(array: Any) -> bool:
-    """Whether the array lies in host memory."""
+    """Whether the array lies in host memory, rather than in that of a CUDA GPU.
+
+    Raises:
+        TypeError: it lies in neither.
+    """
     kind = framework(array)
-    if kind == "numpy":
-        return True
-    if kind == "cupy":
-        return False
+    if kind in ("numpy", "cupy"):
+        return kind == "numpy"
     if kind == "torch":
-        return bool(array.device.type == "cpu")
-    return int(array.__dlpack_device__()[0]) == 1
+        where = array.device.type
+        host, gpu = bool(where == "cpu"), bool(where == "cuda")
+    else:
+        where = int(array.__dlpack_device__()[0])
+        host, gpu = where in _DLPACK_HOST, where in _DLPACK_CUDA
+        where = f"DLPack device type {where}"
+    if not (host or gpu):
+        raise TypeError(
+            wrong(
+                "q, k, v, out", "arrays in host memory or on a CUDA GPU", where, "copy them there"
+            )
+        )
+    return host
 
 
 def dtype_name(array: Any) -> str:
@@ -106,6 +126,24 @@ def import_cupy() -> Any:
     return cupy
 
 
+def device_of(array: Any, name: str) -> int:
+    """Ordinal of the GPU that an array is on.
+
+    Raises:
+        ValueError: the array is not in GPU memory.
+    """
+    if on_host(array):
+        raise ValueError(
+            wrong(name, "an array on q's GPU", "an array in host memory", "copy it to the GPU")
+        )
+    kind = framework(array)
+    if kind == "cupy":
+        return int(array.device.id)
+    if kind == "torch":
+        return int(array.device.index)
+    return int(array.__dlpack_device__()[1])
+
+
 def device_operand(array: Any, name: str) -> Operand:
     """A GPU array as an :class:`Operand`, without a copy.
 
@@ -115,18 +153,14 @@ def device_operand(array: Any, name: str) -> Operand:
     Raises:
         ValueError: the array is not in GPU memory.
     """
-    kind = framework(array)
-    if on_host(array):
-        raise ValueError(
-            wrong(name, "an array on q's GPU", "an array in host memory", "copy it to the GPU")
-        )
+    device, kind = device_of(array, name), framework(array)
     if kind == "torch":
         return Operand(
             array.data_ptr(),
             tuple(array.shape),
             tuple(array.stride()),
             dtype_name(array),
-            array.device.index,
+            device,
             array,
         )
     if kind != "cupy":
@@ -137,7 +171,7 @@ def device_operand(array: Any, name: str) -> Operand:
         array.shape,
         tuple(stride // size for stride in array.strides),
         array.dtype.name,
-        array.device.id,
+        device,
         array,
     )
 
@@ -145,16 +179,18 @@ def device_operand(array: Any, name: str) -> Operand:
 def is_aligned(operand: Operand) -> bool:
     """Whether the kernels' 16-byte copies can read it.
 
-    That is: contiguous last axis, address and strides in whole 16 bytes, no negative stride, and
-    rows less than 4 GiB apart.
+    That is: contiguous last axis, address and strides in whole 16 bytes, no zero or negative
+    stride, and rows less than 4 GiB apart.
     """
     *outer, last = operand.strides
-    used = [stride for stride, length in zip(outer, operand.shape[:-1], strict=True) if length > 1]
+    lengths = operand.shape[:-1]
+    used = [stride for stride, length in zip(outer, lengths, strict=True) if length > 1]
+    inside = [stride for stride, length in zip(outer[1:], lengths[1:], strict=True) if length > 1]
     return (
         (last == 1 or operand.shape[-1] == 1)
         and operand.pointer % 16 == 0
         and all(stride % 8 == 0 and stride >= 0 for stride in used)
-        and all(stride < 2**31 for stride in used[1:])
+        and all(stride < 2**31 for stride in inside)
     )
 
 
@@ -198,7 +234,10 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def returned(result: Any, like: Any) -> Any:
-    """A CuPy or torch result as an array of ``like``'s framework, without a copy."""
+    """A CuPy, NumPy or torch result as an array of ``like``'s framework, without a copy.
+
+    To be called where the stream that writes the result is current.
+    """
     kind = framework(like)
     if kind == "jax":
         return importlib.import_module("jax.dlpack").from_dlpack(result)
@@ -248,6 +287,32 @@ def cupy_stream(stream: Any, like: Any, device: int) -> Any:
     return cupy.cuda.Stream.from_external(stream)
 
 
+@contextmanager
+def on_stream(stream: Any, arrays: tuple[Any, ...], device: int) -> Iterator[None]:
+    """Make the device and the stream to launch on current, for CuPy and for torch's tensors.
+
+    Copies and new arrays are then ordered with the launch, and so is what DLPack exchanges.
+
+    Args:
+        stream: as in :func:`cupy_stream`.
+        arrays: q, k and v; q's framework has the current stream.
+        device: CUDA device ordinal.
+    """
+    chosen = cupy_stream(stream, arrays[0], device)
+    with import_cupy().cuda.Device(device), chosen:
+        if not any(framework(array) == "torch" for array in arrays):
+            yield
+            return
+        cuda = sys.modules["torch"].cuda
+        if cuda.current_stream(device).cuda_stream == chosen.ptr:
+            yield
+            return
+        # torch takes address 0 for a stream of its own.
+        external = cuda.ExternalStream(chosen.ptr, device=device) if chosen.ptr else None
+        with cuda.stream(external or cuda.default_stream(device)):
+            yield
+
+
 def host_array(array: Any) -> NDArray[Any]:
     """A host array as NumPy; torch's bfloat16 becomes float32, which holds every value."""
     if framework(array) == "torch":
@@ -256,6 +321,8 @@ def host_array(array: Any) -> NDArray[Any]:
             tensor = tensor.float()
         result: NDArray[Any] = tensor.numpy()
         return result
+    if not hasattr(array, "__array__"):
+        return np.from_dlpack(array)
     return np.asarray(array)
 
 
@@ -265,9 +332,10 @@ def host_result(result: NDArray[np.float32], like: Any, dtype: str) -> Any:
     if kind == "torch":
         torch = sys.modules["torch"]
         return torch.from_numpy(np.ascontiguousarray(result)).to(getattr(torch, dtype))
+    result = result.astype(numpy_dtype(dtype))
     if kind == "jax":
-        return importlib.import_module("jax.numpy").asarray(result, dtype=dtype)
-    return result.astype(numpy_dtype(dtype))
+        return importlib.import_module("jax").device_put(result, like.sharding)
+    return returned(result, like)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

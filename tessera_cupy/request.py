@@ -117,8 +117,8 @@ def make_request(
     Args:
         mask: the mask that the call applies.
         q: an array or :class:`ArraySpec`.
-        k: the same, or None for q's own sizes with the mask's KV length.
-        v: as k.
+        k: the same, or None for v's sizes.
+        v: as k; where both are None, they have q's own sizes with the mask's KV length.
         layout: axes of all of them.
         arch: architecture to plan for.
         on_gpu: whether kernels will run it, or the NumPy executor.
@@ -135,6 +135,11 @@ def make_request(
                 "build one, for example with BlockMask.from_dense(mask, (64, 64))",
             )
         )
+    for array in (q, k, v):
+        if array is not None and not isinstance(array, ArraySpec):
+            interop.framework(array)  # refuses what is no array
+    if k is None:
+        k = v
     batch, q_heads, sq, head_dim = sizes(tuple(q.shape), layout, "q")
     kv_batch, kv_heads, skv, k_dim = batch, q_heads, mask.shape[1], head_dim
     if k is not None:
@@ -147,7 +152,7 @@ def make_request(
         raise ValueError(
             wrong("k", f"q's head dim of {head_dim}", k_dim, "pad the smaller with zeros")
         )
-    if v is not None and k is not None and tuple(v.shape) != tuple(k.shape):
+    if v is not None and tuple(v.shape) != tuple(k.shape):
         raise ValueError(
             wrong("v", f"k's shape {tuple(k.shape)}", f"shape {tuple(v.shape)}", "make them equal")
         )

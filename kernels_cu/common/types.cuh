@@ -79,6 +79,35 @@ struct AttendParams {
   i32 negate;        // 1 when sm_scale is negative
 };
 
+// What cuTensorMapEncodeTiled wrote; travels by value.
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+struct WgmmaParams {
+  TensorMap q;       // (dim, row, head, batch), boxes of 64 x 64
+  TensorMap k_rows;  // (dim, row, head, batch), boxes of 64 x 8: fragments at any row, and tails
+  TensorMap v_rows;
+  TensorMap k_fragment;  // (64, 8, slab, 8-row group, batch * head), boxes of one slot
+  TensorMap v_fragment;
+  void* o;
+  float* lse;
+  Strides o_stride;
+  const Task* tasks;
+  const Fragment* frags;
+  float* partial_o;
+  float* partial_ml;
+  i32 task_count;
+  i32 q_heads;
+  i32 q_per_kv;
+  i32 head_dim;
+  i32 sq;
+  i32 slot_log2;
+  i32 whole_rows;  // rows that the fragment maps reach: whole groups of 8, or 0 without such a map
+  float scale_log2;
+  i32 negate;
+};
+
 struct MergeParams {
   void* o;
   float* lse;

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from tessera_cupy import interop
-from tessera_cupy.attention import make_plan
+from tessera_cupy.attention import Plan, make_plan
 from tessera_cupy.bench import gpu
+from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.regimes import Features, load_for
 
 #: torch backends of the table: column title and torch's name.
 BACKENDS = (("FA2", "FLASH_ATTENTION"), ("cuDNN", "CUDNN_ATTENTION"))
@@ -51,8 +53,40 @@ def random_mask(case: Case, heads: int, tokens: int, rng: np.random.Generator) -
     return BlockMask.from_dense(mask, (case.block, case.block), (tokens, tokens))
 
 
+def plan_of_kernel(kernel: str, mask: BlockMask, q: Any, k: Any, v: Any) -> Plan:
+    """The plan of one kernel that the profile table ranks highest.
+
+    Raises:
+        ValueError: no plan of that kernel can serve the request.
+    """
+    auto = make_plan(mask, q, k, v)
+    r = auto.request
+    features = Features.of(
+        mask,
+        batch=r.batch,
+        q_heads=r.q_heads,
+        dtype=r.kernel_dtype,
+        head_dim=r.head_dim,
+        layout=r.layout,
+    )
+    for spec in load_for(r.arch.table).lookup(features).ranking:
+        if spec.kernel == kernel:
+            try:
+                return make_plan(mask, q, k, v, regime=spec)
+            except PlanNotEligibleError:
+                continue
+    raise ValueError(
+        wrong("kernel", "one that can run here", repr(kernel), f"use {auto.spec.kernel}")
+    )
+
+
 def run(
-    tokens: int, heads: int, head_dim: int, cases: tuple[Case, ...], on_case: Callable[[], None]
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    cases: tuple[Case, ...],
+    on_case: Callable[[], None],
+    kernel: str | None = None,
 ) -> dict[str, Any]:
     """Time every case and torch's dense backends on bfloat16 random input.
 
@@ -62,6 +96,7 @@ def run(
         head_dim: elements of a row.
         cases: the masks.
         on_case: called after each case and backend.
+        kernel: the kernel to measure; None leaves the choice to the profile table.
 
     Returns:
         JSON-able: the GPU, the sizes, TFLOP/s of each backend that torch has here, and for each
@@ -88,7 +123,7 @@ def run(
     rows = []
     for case in cases:
         mask = random_mask(case, heads, tokens, rng)
-        plan = make_plan(mask, q, k, v)
+        plan = make_plan(mask, q, k, v) if kernel is None else plan_of_kernel(kernel, mask, q, k, v)
         ms = timed(partial(plan.run, q, k, v, out=out))
         rate = 4 * head_dim * mask.active_pairs() / ms / 1e9
         rows.append(

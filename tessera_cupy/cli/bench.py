@@ -25,6 +25,9 @@ def add_to(commands: Commands) -> None:
     attention.add_argument("--tokens", type=int, default=32768)
     attention.add_argument("--heads", type=int, default=12)
     attention.add_argument("--head-dim", type=int, default=128)
+    attention.add_argument(
+        "--kernel", help="measure this kernel, such as attend_mma, rather than the table's choice"
+    )
     add_json(attention)
     attention.set_defaults(run=_attention)
 
@@ -34,7 +37,14 @@ def _attention(args: argparse.Namespace, output: Output) -> int:
 
     with Progress(console=output.console, transient=True) as progress:
         bar = progress.add_task("measuring", total=len(CASES) + len(BACKENDS))
-        report = run(args.tokens, args.heads, args.head_dim, CASES, lambda: progress.advance(bar))
+        report = run(
+            args.tokens,
+            args.heads,
+            args.head_dim,
+            CASES,
+            lambda: progress.advance(bar),
+            args.kernel,
+        )
     report["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     output.show(report, _table(report))
     return 0

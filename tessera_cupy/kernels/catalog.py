@@ -15,7 +15,7 @@ DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 #: Largest head dim of any kernel.
 MAX_HEAD_DIM = 256
 #: Entry function of each kernel.
-ENTRIES = {"attend_mma": "attend", "merge_splits": "merge_splits"}
+ENTRIES = {"attend_mma": "attend", "attend_wgmma": "attend", "merge_splits": "merge_splits"}
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class KernelConfig:
 
     Attributes:
         arch: architecture name, such as ``"sm_90a"``.
-        kernel: ``"attend_mma"`` or ``"merge_splits"``, the source file's name.
+        kernel: ``"attend_mma"``, ``"attend_wgmma"`` or ``"merge_splits"``, the source file's name.
         head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled.
+            ``attend_wgmma`` serves this one only.
         dtype: ``"float16"`` or ``"bfloat16"``.
         tile_q, tile_kv: query rows and KV columns of a physical tile; 0 for ``merge_splits``.
         warps: warps of one CTA.
@@ -81,9 +82,17 @@ class KernelConfig:
         """Dynamic shared memory of one CTA, bytes."""
         if self.kernel == "merge_splits":
             return 0
+        if self.kernel == "attend_wgmma":
+            return _wgmma_smem(self.head_dim, self.tile_q, self.tile_kv, self.stages)
         return _attend_smem(
             self.head_dim, self.tile_q, self.tile_kv, self.warps, self.stages, self.bits
         )
+
+    def serves(self, head_dim: int) -> bool:
+        """Whether requests of this head dim can use it."""
+        if self.kernel == "attend_wgmma":
+            return head_dim == self.head_dim
+        return head_dim <= self.head_dim
 
     def ctas_per_sm(self, arch: Arch) -> int:
         """CTAs that run on one multiprocessor of ``arch`` at a time."""
@@ -105,6 +114,13 @@ def _attend_smem(
     size += 2 * 8 * groups + 2 * 4 * (groups if bits else 1)  # fragments and their bits
     size = _align(size, 8) + 48 + 4 * warps  # CopyState and members
     return _align(size, 1024)
+
+
+def _wgmma_smem(head_dim: int, tile_q: int, tile_kv: int, stages: int) -> int:
+    """Size of ``WgmmaStorage`` in attend_wgmma.cu; each specialisation asserts that it is."""
+    tiles = (tile_q + 2 * stages * tile_kv) * head_dim * 2
+    barriers = (2 + 4 * stages) * 8
+    return _align(tiles + barriers, 1024)
 
 
 def _align(size: int, to: int) -> int:
@@ -157,6 +173,8 @@ _ROWS = (
     _Row(_SMALL, 128, 128, 32, 4, 1, (2, 2), f"{_WHY_128}; 32 columns let two CTAs fit"),
     _Row(_ALL, 256, 64, 32, 4, 1, (2, 2), "O takes half of the registers, so S has 32 columns"),
 )
+_WGMMA_HEAD_DIMS = (64, 128)
+_WGMMA_WHY = "two warpgroups of 64 rows at the full matrix rate; one box of a tensor map a fragment"
 _MERGE_WARPS = 8
 _MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"
 
@@ -192,6 +210,23 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
                         why=row.why,
                     )
                 )
+    for head_dim in _WGMMA_HEAD_DIMS if target.name == "sm_90a" else ():
+        for dtype in DTYPES:
+            configs.append(
+                KernelConfig(
+                    target.name,
+                    "attend_wgmma",
+                    head_dim,
+                    dtype,
+                    tile_q=128,
+                    tile_kv=128,
+                    warps=12,
+                    stages=2,
+                    min_ctas=1,
+                    features=(),
+                    why=_WGMMA_WHY,
+                )
+            )
     for dtype in DTYPES:
         configs.append(
             KernelConfig(
@@ -233,7 +268,7 @@ def find(
         for config in catalog(arch)
         if (config.kernel, config.dtype, config.bits) == (kernel, dtype, bits)
         and (config.tile_q, config.tile_kv) == (tile_q, tile_kv)
-        and config.head_dim >= head_dim
+        and config.serves(head_dim)
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy.kernels.cache import default_cache
 from tessera_cupy.kernels.catalog import KernelConfig
+from tessera_cupy.kernels.tensor_maps import TENSOR_MAP, fragment_map, rows_map
 
 if TYPE_CHECKING:
     from tessera_cupy.mapping.tiles import Tiles
@@ -55,6 +56,29 @@ MERGE_PARAMS = np.dtype(
         *[(name, np.int32) for name in ("q_heads", "head_dim", "sq", "tile_rows", "row_width")],
     ],
     align=True,
+)
+
+WGMMA_PARAMS = np.dtype(
+    {
+        "names": [
+            *("q", "k_rows", "v_rows", "k_fragment", "v_fragment"),
+            *("o", "lse", "o_stride", "tasks", "frags", "partial_o", "partial_ml"),
+            *("task_count", "q_heads", "q_per_kv", "head_dim", "sq", "slot_log2", "whole_rows"),
+            *("scale_log2", "negate"),
+        ],
+        "formats": [
+            *[TENSOR_MAP] * 5,
+            *(_POINTER, _POINTER, _STRIDES, _POINTER, _POINTER, _POINTER, _POINTER),
+            *[np.int32] * 7,
+            *(np.float32, np.int32),
+        ],
+        "offsets": [
+            *range(0, 640, 128),
+            *(640, 648, 656, 680, 688, 696, 704),
+            *range(712, 712 + 4 * 9, 4),
+        ],
+        "itemsize": 768,
+    }
 )
 
 #: Warps of one merge CTA; one warp merges one row.
@@ -158,20 +182,36 @@ def upload(tiles: Tiles, tasks: Tasks) -> DevicePlan:
     return plan
 
 
-def _by_value(params: NDArray[Any]) -> NDArray[Any]:
-    return params.view(f"V{params.dtype.itemsize}")
-
-
-def _pointer(array: Any) -> int:
-    return 0 if array is None else int(array.data.ptr)
-
-
 @dataclass(frozen=True)
 class Tensor:
     """Address and (batch, head, row) element strides of one operand."""
 
     pointer: int
     strides: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a request, and what its kernel is launched with.
+
+    Attributes:
+        batch, q_heads, kv_heads, sq, skv, head_dim: as in the request.
+        dtype: ``"float16"`` or ``"bfloat16"``.
+        sm_scale: any finite float.
+        capacity: CTAs that the GPU holds at a time, for kernels that take several tasks each.
+        device: CUDA device ordinal.
+    """
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    sq: int
+    skv: int
+    head_dim: int
+    dtype: str
+    sm_scale: float
+    capacity: int
+    device: int
 
 
 def attend(
@@ -182,32 +222,21 @@ def attend(
     k: Tensor,
     v: Tensor,
     o: Tensor,
-    *,
     lse: int,
-    device: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    sq: int,
-    sm_scale: float,
+    geometry: Geometry,
 ) -> None:
     """Launch the attention of a plan, and the merge of its split parts, on the current stream.
 
     Args:
-        config: the ``attend_mma`` entry that the plan was made for.
+        config: the attention kernel that the plan was made for.
         merge: the ``merge_splits`` entry of the same dtype.
-        plan: the plan's arrays on ``device``, which is the current device.
+        plan: the plan's arrays on the current device.
         q: operand; head dim contiguous, address and strides multiples of 16 bytes.
-        k: the same, of ``kv_heads`` heads.
+        k: the same, of the KV heads.
         v: as k.
         o: result, of q's shape.
         lse: address of a (batch, q_heads, sq) float32 array, or 0.
-        device: CUDA device ordinal.
-        q_heads: query heads.
-        kv_heads: KV heads; they divide the query heads.
-        head_dim: elements of a row, at most the kernel's.
-        sq: query rows of a head.
-        sm_scale: any finite float.
+        geometry: sizes of the request.
     """
     import cupy
 
@@ -218,52 +247,83 @@ def attend(
         partial_o = cupy.empty((plan.slots, config.tile_q, config.head_dim), np.float32)
         partial_ml = cupy.empty((plan.slots, config.tile_q, 2), np.float32)
 
-    params = np.zeros(1, ATTEND_PARAMS)
-    record = params[0]
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o)):
-        record[name] = tensor.pointer
-        record[f"{name}_stride"] = tensor.strides
-    record["lse"] = lse
-    record["tasks"] = _pointer(plan.tasks)
-    record["frags"] = _pointer(plan.fragments)
-    record["frag_bits"] = _pointer(plan.frag_bits)
-    record["bits"] = _pointer(plan.bits)
-    record["partial_o"] = _pointer(partial_o)
-    record["partial_ml"] = _pointer(partial_ml)
-    record["q_heads"] = q_heads
-    record["q_per_kv"] = q_heads // kv_heads
-    record["head_dim"] = head_dim
-    record["sq"] = sq
-    record["slot_log2"] = plan.slot_log2
-    # The kernel takes |scale| and a sign; a zero would turn masked scores into 0 * -inf.
-    record["scale_log2"] = max(abs(sm_scale) * math.log2(math.e), 1e-30)
-    record["negate"] = sm_scale < 0
-    load(config, device)(
-        (plan.task_count,),
-        (config.warps * 32,),
-        (_by_value(params),),
-        shared_mem=config.smem_bytes,
-    )
+    g = geometry
+    common = {
+        "o": o.pointer,
+        "o_stride": o.strides,
+        "lse": lse,
+        "tasks": _pointer(plan.tasks),
+        "frags": _pointer(plan.fragments),
+        "partial_o": _pointer(partial_o),
+        "partial_ml": _pointer(partial_ml),
+        "q_heads": g.q_heads,
+        "q_per_kv": g.q_heads // g.kv_heads,
+        "head_dim": g.head_dim,
+        "sq": g.sq,
+        "slot_log2": plan.slot_log2,
+        # The kernels take |scale| and a sign; a zero would turn masked scores into 0 * -inf.
+        "scale_log2": max(abs(g.sm_scale) * math.log2(math.e), 1e-30),
+        "negate": g.sm_scale < 0,
+    }
+    if config.kernel == "attend_wgmma":
+        params = _filled(WGMMA_PARAMS, common | _maps(plan, q, k, v, g))
+        grid = min(g.capacity, plan.task_count)
+    else:
+        operands = {
+            **{name: t.pointer for name, t in (("q", q), ("k", k), ("v", v))},
+            **{f"{name}_stride": t.strides for name, t in (("q", q), ("k", k), ("v", v))},
+            "frag_bits": _pointer(plan.frag_bits),
+            "bits": _pointer(plan.bits),
+        }
+        params = _filled(ATTEND_PARAMS, common | operands)
+        grid = plan.task_count
+    load(config, g.device)((grid,), (config.warps * 32,), (params,), shared_mem=config.smem_bytes)
 
     if plan.merge_count:
-        params = np.zeros(1, MERGE_PARAMS)
-        record = params[0]
-        record["o"] = o.pointer
-        record["lse"] = lse
-        record["o_stride"] = o.strides
-        record["merge_head"] = _pointer(plan.merge_head)
-        record["merge_tile"] = _pointer(plan.merge_tile)
-        record["merge_offsets"] = _pointer(plan.merge_offsets)
-        record["tile_q"] = _pointer(plan.tile_q)
-        record["partial_o"] = _pointer(partial_o)
-        record["partial_ml"] = _pointer(partial_ml)
-        record["q_heads"] = q_heads
-        record["head_dim"] = head_dim
-        record["sq"] = sq
-        record["tile_rows"] = config.tile_q
-        record["row_width"] = config.head_dim
-        load(merge, device)(
-            (plan.merge_count, -(-config.tile_q // MERGE_WARPS)),
-            (MERGE_WARPS * 32,),
-            (_by_value(params),),
+        params = _filled(
+            MERGE_PARAMS,
+            {
+                **{name: common[name] for name in ("o", "o_stride", "lse")},
+                **{name: common[name] for name in ("partial_o", "partial_ml")},
+                **{name: common[name] for name in ("q_heads", "head_dim", "sq")},
+                "merge_head": _pointer(plan.merge_head),
+                "merge_tile": _pointer(plan.merge_tile),
+                "merge_offsets": _pointer(plan.merge_offsets),
+                "tile_q": _pointer(plan.tile_q),
+                "tile_rows": config.tile_q,
+                "row_width": config.head_dim,
+            },
         )
+        load(merge, g.device)(
+            (plan.merge_count, -(-config.tile_q // MERGE_WARPS)), (MERGE_WARPS * 32,), (params,)
+        )
+
+
+def _maps(plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> dict[str, Any]:
+    """The tensor maps of ``attend_wgmma``, and how many tasks its CTAs share."""
+    kv_shape = (g.batch, g.kv_heads, g.skv, g.head_dim)
+    slot = 1 << plan.slot_log2
+    k_fragment = fragment_map(k.pointer, g.dtype, kv_shape, k.strides, slot)
+    v_fragment = fragment_map(v.pointer, g.dtype, kv_shape, v.strides, slot)
+    maps = {
+        "q": rows_map(q.pointer, g.dtype, (g.batch, g.q_heads, g.sq, g.head_dim), q.strides, 64),
+        "k_rows": rows_map(k.pointer, g.dtype, kv_shape, k.strides, 8),
+        "v_rows": rows_map(v.pointer, g.dtype, kv_shape, v.strides, 8),
+        "task_count": plan.task_count,
+    }
+    if k_fragment is not None and v_fragment is not None:
+        whole = {"k_fragment": k_fragment, "v_fragment": v_fragment}
+        maps |= whole | {"whole_rows": g.skv // 8 * 8}
+    return maps
+
+
+def _filled(dtype: np.dtype[Any], values: dict[str, Any]) -> NDArray[Any]:
+    """One struct, ready to pass by value."""
+    params = np.zeros(1, dtype)
+    for name, value in values.items():
+        params[name] = value
+    return params.view(f"V{dtype.itemsize}")
+
+
+def _pointer(array: Any) -> int:
+    return 0 if array is None else int(array.data.ptr)

@@ -25,13 +25,25 @@ def source(config: KernelConfig) -> str:
     head = f'// {config.name} for {config.arch}\n#include "{config.kernel}.cu"\n\n'
     if config.kernel == "merge_splits":
         return f"{head}TESSERA_MERGE_SPLITS({element}, {config.warps})\n"
+    if config.kernel == "attend_wgmma":
+        return (
+            f"{head}TESSERA_ATTEND_WGMMA({element}, {config.head_dim})\n\n"
+            f"using Config = tessera::WgmmaConfig<tessera::{element}, {config.head_dim}>;\n"
+            f"{_size_check('WgmmaStorage', config)}"
+        )
     sizes = (config.head_dim, config.tile_q, config.tile_kv, config.warps, config.stages)
     shape = ", ".join(map(str, sizes)) + (", true" if config.bits else ", false")
     return (
         f"{head}TESSERA_ATTEND_MMA({element}, {shape}, {config.min_ctas})\n\n"
         f"using Config = tessera::AttendConfig<tessera::{element}, {shape}>;\n"
-        f"static_assert(sizeof(tessera::SharedStorage<Config>) == {config.smem_bytes},\n"
-        '              "the catalog\'s smem_bytes is not the size of SharedStorage");\n'
+        f"{_size_check('SharedStorage', config)}"
+    )
+
+
+def _size_check(storage: str, config: KernelConfig) -> str:
+    return (
+        f"static_assert(sizeof(tessera::{storage}<Config>) == {config.smem_bytes},\n"
+        f'              "the catalog\'s smem_bytes is not the size of {storage}");\n'
     )
 
 

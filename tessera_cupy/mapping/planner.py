@@ -10,6 +10,7 @@ import numpy as np
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.mapping.kv_side import KvSide, largest_kv_block, lay_out
 from tessera_cupy.mapping.q_side import QSide, largest_q_block, tile_lists
+from tessera_cupy.mapping.share import share
 from tessera_cupy.mapping.tiles import GROUP_ROWS, Tiles, TileShape
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ class Mapping:
 
     Attributes:
         q: "retain" (a tile is a query block), "merge" (a tile joins neighbouring query
-            blocks and takes the union of their lists; membership masks what is off) or
-            "split" (a query block becomes several tiles).
+            blocks and takes the union of their lists; membership masks what is off),
+            "share" (the same, with steps that both halves of the tile need apart from
+            steps of one half, which the other skips) or "split" (a query block becomes
+            several tiles).
         kv: "retain" (a step is a KV block), "merge" (a step covers an aligned group of
             neighbouring KV blocks, active or not), "split" (a KV block becomes several
             steps) or "pack" (active blocks from anywhere in the list share a step).
@@ -138,12 +141,14 @@ def why_not(mapping: Mapping, mask: BlockMask, q: int, kv: int) -> str | None:
         return f"retain Q needs query blocks of at most {q} rows (the tile), got {bq}"
     if mapping.q == "split" and bq <= q:
         return f"split Q needs query blocks of more than {q} rows (the tile), got {bq}"
-    if mapping.q == "merge":
+    if mapping.q == "share" and (mapping.kv != "pack" or q % (2 * GROUP_ROWS)):
+        return f"share Q needs pack KV and tiles of two halves, got {mapping.kv} KV and {q} rows"
+    if mapping.q in ("merge", "share"):
         if 2 * bq > q:
-            return f"merge Q needs two query blocks in a tile of {q} rows, got blocks of {bq}"
+            return f"{mapping.q} Q needs two query blocks in a tile of {q} rows, got blocks of {bq}"
         starts = mask.q_starts()
         if ((starts % GROUP_ROWS != 0) & (starts < mask.shape[0])).any():
-            return f"merge Q needs query blocks that begin at multiples of {GROUP_ROWS} rows"
+            return f"{mapping.q} Q needs query blocks that begin at multiples of {GROUP_ROWS} rows"
     if mapping.kv == "retain" and bkv > kv:
         return f"retain KV needs KV blocks of at most {kv} rows (the tile), got {bkv}"
     if mapping.kv == "split" and bkv <= kv:
@@ -161,7 +166,8 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
 
     Every active (query, key) pair of the mask is in exactly one (tile, fragment), and no
     inactive pair is in any; every query row is in exactly one tile. Fragments of a tile
-    ascend by KV row. Heads and batches that the mask broadcasts stay broadcast.
+    ascend by KV row, with share inside each of its classes. Heads and batches that the mask
+    broadcasts stay broadcast.
 
     Args:
         mask: the mask.
@@ -198,4 +204,5 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
     if reason is not None:
         expected, fix = "one that can serve the mask", "choose another mapping or tile"
         raise PlanNotEligibleError(wrong("mapping", expected, f"{mapping.name}: {reason}", fix))
-    return lay_out(mask, tile_lists(mask, mapping.q, q), mapping.kv, TileShape(q, kv, slot))
+    tiles = lay_out(mask, tile_lists(mask, mapping.q, q), mapping.kv, TileShape(q, kv, slot))
+    return share(tiles) if mapping.q == "share" else tiles

@@ -10,7 +10,7 @@ from tessera_cupy.mapping import GROUP_ROWS, Mapping
 from tessera_cupy.organization import Organization
 
 #: Attention kernels that a plan may name.
-KERNELS = ("attend_mma",)
+KERNELS = ("attend_mma", "attend_wgmma")
 
 _EXAMPLE = "attend_mma/q64k64/retain-pack/longest+split"
 _TILE = re.compile(r"q([1-9][0-9]*)k([1-9][0-9]*)")
@@ -89,6 +89,6 @@ class PlanSpec:
 def _serves(how: str, block: int, tile: int, ragged: bool) -> bool:
     if how == "retain":
         return block <= tile
-    if how == "merge":
+    if how in ("merge", "share"):
         return 2 * block <= tile and not ragged
     return how == "pack" or block > tile

@@ -26,7 +26,7 @@ def ragged(q_sizes=None, kv_sizes=None) -> BlockMask:
 
 
 def test_names_round_trip():
-    for q in ("retain", "merge", "split"):
+    for q in ("retain", "merge", "share", "split"):
         for kv in ("retain", "merge", "split", "pack"):
             mapping = Mapping(q, kv)
             assert mapping.name == f"{q}-{kv}"
@@ -40,7 +40,9 @@ def test_unknown_names(name):
 
 
 def test_unknown_side_says_what_is_known():
-    with pytest.raises(ValueError, match="`q`: expected one of retain, merge, split, got 'pack'"):
+    with pytest.raises(
+        ValueError, match="`q`: expected one of retain, merge, split, share, got 'pack'"
+    ):
         Mapping("pack", "pack")
 
 

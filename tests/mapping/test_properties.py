@@ -15,7 +15,7 @@ from tessera_cupy.masks import BlockMask
 
 MAPPINGS = [
     Mapping(q, kv)
-    for q in ("retain", "merge", "split")
+    for q in ("retain", "merge", "share", "split")
     for kv in ("retain", "merge", "split", "pack")
 ]
 TILE_Q = (16, 32, 64, 128, 192, 256)
@@ -123,7 +123,7 @@ def check_rows(tiles, sq):
     assert (ends[closes] == sq).all()
 
 
-def check_fragments(tiles, skv):
+def check_fragments(tiles, skv, *, in_order=True):
     tile, _, real = fragments_of(tiles)
     start, length = tiles.frag_start.astype(np.int64), tiles.frag_len
     assert ((length >= 0) & (length <= tiles.shape.slot)).all()
@@ -137,17 +137,17 @@ def check_fragments(tiles, skv):
     assert (tiles.frag_members.astype(np.uint64) >> groups.astype(np.uint64) == 0).all()
     # Fragments with members ascend by KV row and do not overlap.
     t, s, e = tile[real], start[real], (start + length)[real]
-    same = t[1:] == t[:-1]
+    same = (t[1:] == t[:-1]) & in_order
     assert (s[1:][same] >= e[:-1][same]).all()
 
 
 def check_bits(tiles):
     """Bits stay within members, rows and columns, and are there only where they say more."""
     used = np.flatnonzero(tiles.frag_bits >= 0)
-    np.testing.assert_array_equal(tiles.frag_bits[used], np.arange(len(tiles.bits)))
+    np.testing.assert_array_equal(np.sort(tiles.frag_bits[used]), np.arange(len(tiles.bits)))
     tile = fragments_of(tiles)[0][used]
     flags = np.unpackbits(tiles.bits.astype("<u4").view(np.uint8), axis=-1, bitorder="little")
-    flags = flags.astype(bool)
+    flags = flags[tiles.frag_bits[used]].astype(bool)
     row, column = np.arange(tiles.shape.q), np.arange(flags.shape[2])
     member = tiles.frag_members[used, None] >> (row // 8).astype(np.uint32) & 1 == 1
     rows_on = member & (row < tiles.tile_q[tile, 1, None])
@@ -169,7 +169,26 @@ def wanted_blocks(tiles, tokens, starts):
     return np.array(out, bool).reshape(len(tiles), starts.shape[1] - 1)
 
 
-def check_steps(tiles, mask, tokens, kv_side):
+def check_classes(tiles):
+    """A step of a shared tile is for both halves, or for one; no class uses a step too many."""
+    tile, step, real = fragments_of(tiles)
+    half = tiles.shape.groups // 2
+    members = tiles.frag_members
+    kind = (members & ((1 << half) - 1) != 0) * 1 + (members >> half != 0) * 2
+    used = np.stack([tile, step, kind])[:, real]
+    assert len(np.unique(used[:2], axis=1).T) == len(np.unique(used, axis=1).T)
+    per_class = np.unique(used[[0, 2]], axis=1, return_counts=True)[1]
+    assert (-(-per_class // tiles.shape.fragments)).sum() == tiles.steps.sum()
+    order = np.diff(tiles.frag_start[real].astype(np.int64))
+    same = (np.diff(used[0]) == 0) & (np.diff(used[2]) == 0)
+    assert (order[same] > 0).all()
+
+
+def check_steps(tiles, mask, tokens, mapping):
+    if mapping.q == "share":
+        check_classes(tiles)
+        return
+    kv_side = mapping.kv
     shape = tiles.shape
     tile, step, real = fragments_of(tiles)
     counts = np.diff(tiles.frag_offsets)
@@ -224,7 +243,7 @@ def check_tile_count(tiles, mask, q_side):
     sizes = np.diff(
         np.broadcast_to(mask.q_starts(), (mask.batch, mask.heads, mask.num_blocks[0] + 1))
     )
-    if q_side == "merge":
+    if q_side in ("merge", "share"):
         joined = tiles.shape.q // max(int(sizes.max(initial=0)), 8)
         if mask.q_block_sizes is None:
             joined = tiles.shape.q // mask.block_size[0]
@@ -251,9 +270,9 @@ def test_each_active_pair_once_and_no_other(made, q, kv, data):
         np.testing.assert_array_equal(expand(tiles, *mask.shape), tokens, mapping.name)
         check_arrays(tiles)
         check_rows(tiles, mask.shape[0])
-        check_fragments(tiles, mask.shape[1])
+        check_fragments(tiles, mask.shape[1], in_order=mapping.q != "share")
         check_bits(tiles)
-        check_steps(tiles, mask, tokens, mapping.kv)
+        check_steps(tiles, mask, tokens, mapping)
         check_tile_count(tiles, mask, mapping.q)
         assert 0 <= useful_fraction(tiles, mask) <= 1
         assert issued_pairs(tiles) >= tokens.sum()

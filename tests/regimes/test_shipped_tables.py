@@ -80,7 +80,7 @@ def test_every_plan_has_a_kernel_on_every_architecture_of_the_table(name):
     for arch, dtype, plan in product(archs_of(name), DTYPES, load_for(name).plans()):
         dims = [d for d in (64, 96, 128, 256) if has_kernel(arch, plan, dtype, d, False)]
         assert dims, f"{plan.name} has no kernel for {dtype} on {arch}"
-        for dim in dims:
+        for dim in dims if plan.kernel == "attend_mma" else ():
             assert has_kernel(arch, plan, dtype, dim, True), f"{plan.name} {dim} lacks token bits"
 
 
@@ -96,6 +96,8 @@ def test_a_ranked_plan_never_lacks_its_kernel(name):
             assert choice.key != "base"
             assert "(no regime)" not in choice.regime
             for plan in (choice.ranking[0], *set(choice.ranking) - set(table.document.base)):
+                if plan.kernel == "attend_wgmma" and dim not in (64, 128):
+                    continue  # it serves two head dims only, and is passed over for the others
                 for arch in archs_of(name):
                     assert has_kernel(arch, plan, dtype, dim, False), f"{choice.regime} {plan.name}"
 
@@ -150,9 +152,10 @@ def test_every_regime_can_be_reached(name):
             assert choice.why == key.why
 
 
-def best(name, **changes):
-    """Tile and mapping of the plan that a table ranks first."""
-    spec = load_for(name).lookup(Features(**{**REQUEST, **changes})).ranking[0]
+def best(name, kernel="attend_mma", **changes):
+    """Tile and mapping of the plan of a kernel that a table ranks first."""
+    ranking = load_for(name).lookup(Features(**{**REQUEST, **changes})).ranking
+    spec = next(spec for spec in ranking if spec.kernel == kernel)
     assert spec.organization.longest
     return f"q{spec.tile_q}k{spec.tile_kv} {spec.mapping.name}"
 
@@ -213,3 +216,18 @@ def test_the_first_choice_of_small_blocks_leaves_room_for_a_second_cta(name):
         narrow = find(arch, "attend_mma", "bfloat16", dim, 64, 64, True)
         assert narrow.ctas_per_sm(ARCHS[arch]) >= 2, (arch, dim)
         assert best(name, head_dim=dim) == "q64k64 retain-pack"
+
+
+@pytest.mark.parametrize(
+    ("block_q", "expected"), [(16, "share"), (64, "share"), (128, "retain"), (192, "split")]
+)
+def test_hopper_has_its_own_kernel_first(block_q, expected):
+    for dim, density in product((64, 128), (0.1, 0.9)):
+        changes = {"head_dim": dim, "block_q": block_q, "density": density}
+        first = load_for("sm90").lookup(Features(**{**REQUEST, **changes})).ranking[0]
+        assert first.name == f"attend_wgmma/q128k128/{expected}-pack/longest+split"
+
+
+@pytest.mark.parametrize("name", sorted(set(TABLES) - {"sm90"}))
+def test_other_generations_do_not_name_hopper_s_kernel(name):
+    assert {plan.kernel for plan in load_for(name).plans()} == {"attend_mma"}

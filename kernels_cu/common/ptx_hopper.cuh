@@ -1,0 +1,160 @@
+// PTX of Hopper alone: mbarriers, the tensor copy engine, wgmma, register reallocation.
+#pragma once
+
+#include "common/types.cuh"
+
+namespace tessera {
+
+__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done "
+      "bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int c0,
+                                            int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
+      "%4, %5, %6}], [%2];" ::"r"(target),
+      "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_5d(u32 target, const TensorMap* map, u32 barrier,
+                                            int group, int head) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
+      "%3, %3, %4, %5}], [%2];" ::"r"(target),
+      "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(0), "r"(group), "r"(head)
+      : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Orders ordinary accesses to shared memory before those of the copy engine and wgmma.
+__device__ __forceinline__ void async_proxy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void nanosleep() { asm volatile("nanosleep.u32 1;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Shared-memory matrix descriptor, 128-byte swizzle. The low word (address and leading stride, in
+// 16-byte units) is all that moves from product to product.
+__device__ __forceinline__ u32 descriptor_low(u32 address, u32 leading) {
+  return ((address & 0x3FFFFu) >> 4) | ((leading >> 4) << 16);
+}
+
+__device__ __forceinline__ u64 descriptor(u32 low, u32 stride) {
+  u64 packed;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(packed) : "r"(low), "r"((stride >> 4) | (1u << 30)));
+  return packed;
+}
+
+#define TESSERA_R8(v, i)                                                                      \
+  "+f"(v[i]), "+f"(v[i + 1]), "+f"(v[i + 2]), "+f"(v[i + 3]), "+f"(v[i + 4]), "+f"(v[i + 5]), \
+      "+f"(v[i + 6]), "+f"(v[i + 7])
+#define TESSERA_R32(v) TESSERA_R8(v, 0), TESSERA_R8(v, 8), TESSERA_R8(v, 16), TESSERA_R8(v, 24)
+#define TESSERA_R64(v) \
+  TESSERA_R32(v), TESSERA_R8(v, 32), TESSERA_R8(v, 40), TESSERA_R8(v, 48), TESSERA_R8(v, 56)
+#define TESSERA_D32                                                                             \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
+  "%25,%26,%27,%28,%29,%30,%31}"
+#define TESSERA_D64                                                                              \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"  \
+  "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
+
+// S (64 x 128) = a (64 x 16, shared) * b (128 x 16, shared) + (accumulate ? S : 0).
+template <typename T>
+__device__ __forceinline__ void wgmma_qk(float (&c)[64], u64 a, u64 b, int accumulate) {
+  if constexpr (is_same<T, half_t>) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16."
+        "f16 " TESSERA_D64 ", %64, %65, p, 1, 1, 0, 0;\n}"
+        : TESSERA_R64(c)
+        : "l"(a), "l"(b), "r"(accumulate));
+  } else {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32."
+        "bf16.bf16 " TESSERA_D64 ", %64, %65, p, 1, 1, 0, 0;\n}"
+        : TESSERA_R64(c)
+        : "l"(a), "l"(b), "r"(accumulate));
+  }
+}
+
+// O (64 x N) += a (64 x 16, registers) * b (16 x N, row-major in shared memory).
+template <typename T>
+__device__ __forceinline__ void wgmma_pv(float (&c)[64], const u32* a, u64 b) {
+  if constexpr (is_same<T, half_t>) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " TESSERA_D64
+                 ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+                 : TESSERA_R64(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  } else {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " TESSERA_D64
+                 ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+                 : TESSERA_R64(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void wgmma_pv(float (&c)[32], const u32* a, u64 b) {
+  if constexpr (is_same<T, half_t>) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " TESSERA_D32
+                 ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+                 : TESSERA_R32(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  } else {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " TESSERA_D32
+                 ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+                 : TESSERA_R32(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+}
+
+}  // namespace tessera
