@@ -185,7 +185,11 @@ struct WgmmaConsumer {
       const u64 a = descriptor(q_low + (k / 4) * 512 + (k % 4) * 2, 1024);
       const u64 b = descriptor(k_low + stage * (C::kTileBytes / 16) + (k / 4) * 64 + (k % 4) * 2,
                                C::kGroupBytes);
-      wgmma_qk<T>(s, a, b, k > 0 || masked);
+      if (k == 0) {
+        wgmma_qk<T>(s, a, b, masked);
+      } else {
+        wgmma_qk_add<T>(s, a, b);
+      }
     }
     wgmma_commit();
   }
@@ -239,12 +243,11 @@ struct WgmmaConsumer {
       if (p.negate) negate_q();
 
       u32 following = fetch(task, 0);
-      bool pending = false;
-      int pending_stage = 0;
-      u32 pending_phase = 0;
+      bool pending = false;  // P of the step before waits for its V
       for (int i = 0; i < steps; ++i) {
-        const int stage = (step_count + i) % C::kStages;
-        const u32 phase = ((step_count + i) / C::kStages) & 1;
+        const int n = step_count + i;
+        const int stage = stage_of(n);
+        const u32 phase = phase_of(n);
         mbarrier_wait(smem_address(&smem.k_full[stage]), phase);
         // Uniform over the warpgroup, as wgmma is: its rows' part in the step.
         const u32 word = following;
@@ -256,7 +259,7 @@ struct WgmmaConsumer {
             __all_sync(~0u, lane >= C::kGroups || (members == existing && valid == 8u));
         if (!any) {
           if (pending) {
-            finish_pv(pending_stage, pending_phase);
+            finish_pv(n - 1);
             pending = false;
           }
           release(&smem.k_empty[stage]);
@@ -267,26 +270,28 @@ struct WgmmaConsumer {
         if (!full) mask(word);
         start_qk(stage, !full);
         if (pending) {
-          mbarrier_wait(smem_address(&smem.v_full[pending_stage]), pending_phase);
-          start_pv(pending_stage);
+          mbarrier_wait(smem_address(&smem.v_full[stage_of(n - 1)]), phase_of(n - 1));
+          start_pv(stage_of(n - 1));
           wgmma_wait<1>();
         } else {
           wgmma_wait<0>();
         }
         release(&smem.k_empty[stage]);
-        softmax(pending, pending_stage);
+        softmax(pending, stage_of(n - 1));
         pending = true;
-        pending_stage = stage;
-        pending_phase = phase;
       }
-      if (pending) finish_pv(pending_stage, pending_phase);
+      if (pending) finish_pv(step_count + steps - 1);
       step_count += steps;
       finish(task);
     }
   }
 
-  __device__ __forceinline__ void finish_pv(int stage, u32 phase) {
-    mbarrier_wait(smem_address(&smem.v_full[stage]), phase);
+  static __device__ __forceinline__ int stage_of(int n) { return n % C::kStages; }
+  static __device__ __forceinline__ u32 phase_of(int n) { return (n / C::kStages) & 1; }
+
+  __device__ __forceinline__ void finish_pv(int n) {
+    const int stage = stage_of(n);
+    mbarrier_wait(smem_address(&smem.v_full[stage]), phase_of(n));
     start_pv(stage);
     wgmma_wait<0>();
     release(&smem.v_empty[stage]);

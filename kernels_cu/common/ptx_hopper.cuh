@@ -126,6 +126,22 @@ __device__ __forceinline__ void wgmma_qk(float (&c)[64], u64 a, u64 b, int accum
   }
 }
 
+// S += a * b. The predicate of wgmma_qk would cost two moves to uniform registers here too.
+template <typename T>
+__device__ __forceinline__ void wgmma_qk_add(float (&c)[64], u64 a, u64 b) {
+  if constexpr (is_same<T, half_t>) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " TESSERA_D64
+                 ", %64, %65, 1, 1, 1, 0, 0;"
+                 : TESSERA_R64(c)
+                 : "l"(a), "l"(b));
+  } else {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " TESSERA_D64
+                 ", %64, %65, 1, 1, 1, 0, 0;"
+                 : TESSERA_R64(c)
+                 : "l"(a), "l"(b));
+  }
+}
+
 // O (64 x N) += a (64 x 16, registers) * b (16 x N, row-major in shared memory).
 template <typename T>
 __device__ __forceinline__ void wgmma_pv(float (&c)[64], const u32* a, u64 b) {
