@@ -1,4 +1,4 @@
-"""One call does it: plans are made once a mask, whatever the thread, and the options mean one thing."""
+"""One call does it: plans are made once a mask, whatever the thread; options mean one thing."""
 
 from __future__ import annotations
 
