@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -56,12 +57,9 @@ def framework(array: Any) -> str:
     Raises:
         TypeError: for an object that is no array at all.
     """
-    for base in type(array).__mro__:
-        root = base.__module__.partition(".")[0]
-        if root in ("jax", "jaxlib"):
-            return "jax"
-        if root in ("numpy", "cupy", "torch"):
-            return root
+    kind = _library(type(array))
+    if kind is not None:
+        return kind
     if hasattr(array, "__dlpack__"):
         return "dlpack"
     raise TypeError(
@@ -72,6 +70,18 @@ def framework(array: Any) -> str:
             "convert it, for example with cupy.asarray",
         )
     )
+
+
+@cache
+def _library(kind: type) -> str | None:
+    """The library that an array type, or one that it derives from, belongs to."""
+    for base in kind.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in ("jax", "jaxlib"):
+            return "jax"
+        if root in ("numpy", "cupy", "torch"):
+            return root
+    return None
 
 
 def on_host(array: Any) -> bool:

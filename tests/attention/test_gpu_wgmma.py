@@ -1,0 +1,108 @@
+"""Hopper's kernel against the oracle: where copies, halves or the pipeline could go wrong."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessera_cupy import BlockMask
+from tessera_cupy.mapping import Mapping, why_not
+from tessera_cupy.regimes import PlanSpec
+
+pytestmark = pytest.mark.gpu
+
+SIDES = [
+    Mapping(q, kv)
+    for q, kv in product(
+        ("retain", "merge", "share", "split"), ("retain", "merge", "split", "pack")
+    )
+]
+ORGANIZATIONS = ("rows", "longest+split", "runs+alternate")
+
+
+@pytest.fixture(autouse=True)
+def _hopper(gpu: Any) -> None:
+    if gpu.arch.name != "sm_90a":
+        pytest.skip(f"{gpu.arch.name} has no attend_wgmma")
+
+
+def specs(mask: BlockMask) -> list[str]:
+    """Names of the plans that can serve a mask; organizations take turns."""
+    sides = [side for side in SIDES if why_not(side, mask, 128, 128) is None]
+    names = [
+        f"attend_wgmma/q128k128/{side.name}/{ORGANIZATIONS[i % len(ORGANIZATIONS)]}"
+        for i, side in enumerate(sides)
+    ]
+    assert all(PlanSpec.parse(name).name == name for name in names)
+    return names
+
+
+@pytest.mark.parametrize(
+    "block", [(16, 16), (16, 64), (32, 16), (24, 40), (48, 56), (64, 64), (64, 32), (96, 24),
+              (128, 64), (128, 128), (192, 96), (384, 384)]
+)  # fmt: skip
+def test_every_mapping_of_every_block_size(
+    gpu: Any, case: Any, random_mask: Any, rng: Any, block: tuple[int, int]
+) -> None:
+    kinds = [("bfloat16", 128, "BHSD"), ("float16", 64, "BSHD"), ("bfloat16", 64, "BHSD"),
+             ("float16", 128, "BSHD")]  # fmt: skip
+    turn = 0
+    for shape, axes in (((391, 530), (2, 2)), ((256, 1024), (1, 4)), ((700, 77), (1, 2))):
+        mask = random_mask(rng, block, shape, axes=axes, density=0.35)
+        for name in specs(mask):
+            dtype, dim, layout = kinds[turn % len(kinds)]
+            turn += 1
+            made = case(mask, shared=2, dim=dim, dtype=dtype, layout=layout, rng=rng)
+            gpu.poison()
+            gpu.run(made, f"{name} {block} {shape} {dtype} {dim} {layout}", regime=name)
+
+
+def test_lists_of_length_one_single_fragments_and_empty_rows(gpu: Any, case: Any, rng: Any) -> None:
+    blocks = np.zeros((1, 2, 8, 20), bool)
+    blocks[0, 0, 1, 19] = blocks[0, 0, 2, 0] = True  # one half of the first tile has nothing
+    blocks[0, 1, 5] = True
+    mask = BlockMask.from_dense(blocks, (64, 16), (500, 317))
+    for name in specs(mask):
+        made = case(mask, dim=128, dtype="bfloat16", rng=rng)
+        gpu.run(made, name, regime=name)
+
+
+def test_ragged_blocks_start_anywhere(gpu: Any, case: Any, rng: Any) -> None:
+    kv_sizes = np.array([1, 7, 33, 0, 129, 64, 5, 61])
+    mask = BlockMask.from_dense(
+        rng.random((1, 2, 5, 8)) < 0.6, (64, 64), (300, 300), kv_block_sizes=kv_sizes
+    )
+    for name in specs(mask):
+        gpu.run(case(mask, dim=128, dtype="bfloat16", rng=rng), name, regime=name)
+
+
+def test_sign_zero_and_size_of_the_scale(gpu: Any, case: Any, random_mask: Any, rng: Any) -> None:
+    mask = random_mask(rng, (64, 64), (300, 640), axes=(1, 2))
+    for scale in (-0.3, 0.0, 4.0):
+        made = case(mask, dim=128, dtype="bfloat16", sm_scale=scale, rng=rng)
+        gpu.run(made, f"scale {scale}", regime="attend_wgmma/q128k128/share-pack/longest")
+
+
+def test_fifty_runs_are_bitwise_equal(gpu: Any, case: Any, random_mask: Any, rng: Any) -> None:
+    mask = random_mask(rng, (32, 32), (1500, 3001), axes=(1, 3), density=0.2)
+    made = case(mask, dim=128, dtype="bfloat16", rng=rng)
+    name = "attend_wgmma/q128k128/share-pack/longest+split"
+    first = gpu.run(made, name, regime=name)
+    for _ in range(49):
+        again = gpu.run(made, name, regime=name)
+        for one, other in zip(first, again, strict=True):
+            np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+def test_views_are_read_in_place(gpu: Any, case: Any, random_mask: Any, rng: Any) -> None:
+    mask = random_mask(rng, (64, 64), (320, 320), axes=(1, 4))
+    made = case(mask, dim=128, dtype="bfloat16", rng=rng)
+    wide = [gpu.cupy.asarray(np.concatenate([x, x], axis=2)) for x in made.arrays]
+    views = [x[:, :, 320:] for x in wide]
+    from tessera_cupy import block_sparse_attention
+
+    out = block_sparse_attention(*views, mask, regime="attend_wgmma/q128k128/share-pack/longest")
+    made.check_kernel(gpu.cupy.asnumpy(out), label="views")
