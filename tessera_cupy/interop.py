@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -57,9 +56,12 @@ def framework(array: Any) -> str:
     Raises:
         TypeError: for an object that is no array at all.
     """
-    kind = _library(type(array))
-    if kind is not None:
-        return kind
+    kind = type(array)
+    if kind not in _libraries:
+        _libraries[kind] = _library(kind)
+    library = _libraries[kind]
+    if library is not None:
+        return library
     if hasattr(array, "__dlpack__"):
         return "dlpack"
     raise TypeError(
@@ -72,8 +74,11 @@ def framework(array: Any) -> str:
     )
 
 
-@cache
-def _library(kind: type) -> str | None:
+# What _library found; a request asks some thirty times.
+_libraries: dict[type[Any], str | None] = {}
+
+
+def _library(kind: type[Any]) -> str | None:
     """The library that an array type, or one that it derives from, belongs to."""
     for base in kind.__mro__:
         root = base.__module__.partition(".")[0]
