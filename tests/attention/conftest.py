@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 from collections.abc import Callable
@@ -167,6 +168,67 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+class _Tensor(ctypes.Structure):
+    """``DLManagedTensor`` of the DLPack standard."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _nothing_to_free(_: int) -> None: ...
+
+
+class OffsetArray:
+    """A float16 array that DLPack describes as so many bytes into an allocation."""
+
+    dtype = np.dtype(np.float16)
+
+    def __init__(
+        self, owner: Any, pointer: int, byte_offset: int, shape: tuple[int, ...], device: int
+    ) -> None:
+        self.owner, self.shape, self.device = owner, shape, device
+        self._sizes = (ctypes.c_int64 * len(shape))(*shape)
+        self._tensor = _Tensor(
+            data=pointer,
+            device_type=device,
+            ndim=len(shape),
+            code=2,
+            bits=16,
+            lanes=1,
+            shape=self._sizes,
+            byte_offset=byte_offset,
+            deleter=ctypes.cast(_nothing_to_free, ctypes.c_void_p),
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device, 0
+
+    def __dlpack__(self, **_: Any) -> Any:
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype = ctypes.py_object
+        make.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return make(ctypes.addressof(self._tensor), b"dltensor", None)
+
+
+@pytest.fixture(scope="session")
+def offset_array() -> type[OffsetArray]:
+    """:class:`OffsetArray`."""
+    return OffsetArray
+
+
 @pytest.fixture(scope="session")
 def gpu(kernel_cache: Path) -> Any:
     """CuPy, with every kernel of this GPU built, and helpers that keep tests short.
@@ -196,6 +258,16 @@ def gpu(kernel_cache: Path) -> Any:
         array.data.memset_async(0xFF, array.nbytes)
         return array
 
+    spin = cupy.RawKernel(
+        'extern "C" __global__ void spin(long long cycles) {'
+        " const long long begin = clock64(); while (clock64() - begin < cycles) {} }",
+        "spin",
+    )
+
+    def stall(milliseconds: int = 50) -> None:
+        """Keep the current stream busy for about so long; the host goes on."""
+        spin((1,), (1,), (np.int64(2_000_000 * milliseconds),))
+
     def run(case: Case, label: str = "", **arguments: Any) -> tuple[Any, Any]:
         """O and LSE as NumPy arrays; every element of both was NaN before."""
         arrays = [cupy.asarray(array) for array in case.arrays]
@@ -211,5 +283,11 @@ def gpu(kernel_cache: Path) -> Any:
         return out, lse
 
     return SimpleNamespace(
-        cupy=cupy, arch=arch, pool=pool, poison=poison, poisoned=poisoned, run=run
+        cupy=cupy,
+        arch=arch,
+        pool=pool,
+        poison=poison,
+        poisoned=poisoned,
+        stall=stall,
+        run=run,
     )

@@ -46,7 +46,7 @@ def check(gpu: Any, case: Any, rng: Any, mask: BlockMask, dim: int, **sizes: Any
     for name in names:
         dtype, layout = next(KINDS)
         made = case(mask, dim=dim, dtype=dtype, layout=layout, rng=rng, **sizes)
-        gpu.run(made, f"{name} {mask!r} d{dim} {dtype} {layout} {sizes}", regime=name)
+        gpu.run(made, f"{name} {mask.block_size} d{dim} {dtype} {layout} {sizes}", regime=name)
 
 
 @pytest.mark.parametrize("block", [16, 24, 32, 40, 64, 96, 128, 192, 384])

@@ -1,0 +1,212 @@
+"""What does not fit is refused, with a message that says what was expected and what came."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tessera_cupy import BlockMask, PlanNotEligibleError, block_sparse_attention, make_plan
+
+MASK = BlockMask.from_dense(np.ones((4, 2, 2), bool), (64, 64))
+
+
+def zeros(*shape: int, dtype: Any = np.float16) -> Any:
+    return np.zeros(shape, dtype)
+
+
+Q, K = zeros(1, 4, 128, 64), zeros(1, 2, 128, 64)
+
+
+def refused(
+    kind: type[Exception], *parts: str, q: Any = Q, k: Any = K, v: Any = None, **arguments: Any
+) -> None:
+    """The call raises ``kind``, and the message has every part."""
+    arguments = {"mask": MASK} | arguments
+    with pytest.raises(kind) as caught:
+        block_sparse_attention(q, k, k if v is None else v, **arguments)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_the_base_request_is_right() -> None:
+    assert block_sparse_attention(Q, K, K, MASK).shape == Q.shape
+
+
+@pytest.mark.parametrize(("tokens", "built_for"), [(1280, 1024), (1200, 512)])
+def test_a_mask_for_another_length_names_both(tokens: int, built_for: int) -> None:
+    mask = BlockMask.from_dense(np.ones((built_for // 64,) * 2, bool), (64, 64))
+    q = zeros(1, 1, tokens, 64)
+    refused(ValueError, "`mask`", str(tokens), str(built_for), q=q, k=q, mask=mask)
+    # Only the keys differ.
+    refused(ValueError, str(tokens), str(built_for), q=zeros(1, 1, built_for, 64), k=q, mask=mask)
+
+
+def test_a_mask_declared_in_other_blocks() -> None:
+    blocks = np.ones((20, 20), bool)
+    with pytest.raises(ValueError, match=r"(?s)1280.*10 blocks"):
+        BlockMask.from_dense(blocks, (128, 128), (1280, 1280))
+    mask = BlockMask.from_dense(blocks, (128, 128))
+    q = zeros(1, 1, 1280, 64)
+    refused(ValueError, "1280", "2560", q=q, k=q, mask=mask)
+
+
+@pytest.mark.parametrize("mask", [np.ones((4, 2, 2), bool), None, "causal"])
+def test_only_block_masks(mask: Any) -> None:
+    refused(TypeError, "`mask`", "BlockMask.from_dense", mask=mask)
+
+
+def test_heads_that_do_not_divide() -> None:
+    mask = BlockMask.from_dense(np.ones((2, 2), bool), (64, 64))
+    refused(ValueError, "`k`", "10", "4 heads", q=zeros(1, 10, 128, 64), k=zeros(1, 4, 128, 64),
+            mask=mask)  # fmt: skip
+    refused(ValueError, "`k`", "0 heads", k=zeros(1, 0, 128, 64))
+    refused(ValueError, "`k`", "8 heads", k=zeros(1, 8, 128, 64))
+
+
+def test_mask_heads_are_one_or_the_query_heads() -> None:
+    # As many as the KV heads would be read as the first heads' masks, or spread over groups.
+    for heads in (2, 3, 8):
+        mask = BlockMask.from_dense(np.ones((heads, 2, 2), bool), (64, 64))
+        refused(ValueError, "`mask`", "head axis of 1 or 4", f"got {heads}", mask=mask)
+    batched = BlockMask.from_dense(np.ones((2, 1, 2, 2), bool), (64, 64))
+    q, k = zeros(3, 4, 128, 64), zeros(3, 2, 128, 64)
+    refused(ValueError, "`mask`", "batch axis of 1 or 3", "got 2", q=q, k=k, mask=batched)
+
+
+@pytest.mark.parametrize("dim", [1, 4, 31, 100, 264, 512])
+def test_head_dims_without_a_kernel(dim: int) -> None:
+    refused(
+        ValueError, "head dim", "multiple of 8", f"got {dim}", "pad",
+        q=zeros(1, 4, 128, dim), k=zeros(1, 2, 128, dim),
+    )  # fmt: skip
+
+
+def test_sizes_that_disagree() -> None:
+    refused(ValueError, "`k`", "head dim of 64", q=Q, k=zeros(1, 2, 128, 72))
+    refused(ValueError, "`v`", "(1, 2, 128, 32)", v=zeros(1, 2, 128, 32))
+    refused(ValueError, "`v`", "(1, 2, 64, 64)", v=zeros(1, 2, 64, 64))
+    refused(ValueError, "`k`", "batch of 1", k=zeros(2, 2, 128, 64))
+    refused(ValueError, "`q`", "four axes", q=zeros(4, 128, 64))
+    refused(ValueError, "`k`", "four axes", k=zeros(2, 128, 64))
+    refused(ValueError, "`layout`", "'BHSD' or 'BSHD'", "'SBHD'", layout="SBHD")
+    refused(ValueError, "`mask`", "4 query", layout="BSHD")
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int8, np.complex64, ml_dtypes.float8_e4m3fn])
+def test_dtypes_without_a_kernel(dtype: Any) -> None:
+    refused(
+        TypeError, "`q`", "float16", "bfloat16", np.dtype(dtype).name,
+        q=Q.astype(dtype), k=K.astype(dtype),
+    )  # fmt: skip
+
+
+def test_dtypes_are_not_mixed() -> None:
+    refused(TypeError, "`k`", "float16", "bfloat16", k=K.astype(ml_dtypes.bfloat16))
+    refused(TypeError, "`v`", "float16", "float32", v=K.astype(np.float32))
+    refused(TypeError, "`q`", q=Q.astype(Q.dtype.newbyteorder()))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [[[1.0]], 3.0, "q", object()])
+def test_what_is_no_array(name: str, value: Any) -> None:
+    refused(TypeError, "DLPack", type(value).__name__, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "scale", [np.nan, np.inf, -np.inf, "0.5", 1e39, None.__class__, [0.5, 0.5], 1j]
+)
+def test_scales_that_are_no_finite_number(scale: Any) -> None:
+    refused(ValueError, "`sm_scale`", "finite", repr(scale), sm_scale=scale)
+
+
+def test_unknown_keywords() -> None:
+    refused(TypeError, "scale", scale=0.1)
+    refused(TypeError, "dropout_p", dropout_p=0.0)
+    plan = make_plan(MASK, Q, K, K)
+    with pytest.raises(TypeError, match="is_causal"):
+        plan.run(Q, K, K, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("fastest", "'fastest'"),
+        ("attend_mma", "'attend_mma'"),
+        ("attend_mma/q64k64/retain-pack/shortest", "'shortest'"),
+        ("attend_mma/q64k64/pack-retain/rows", "'pack'"),
+        ("attend_tma/q64k64/retain-pack/rows", "'attend_tma'"),
+    ],
+)
+def test_names_of_no_plan(name: str, part: str) -> None:
+    refused(ValueError, part, regime=name)
+
+
+@pytest.mark.parametrize("regime", [None, 3, [], {"plan": 1}, True])
+def test_regimes_of_another_type(regime: Any) -> None:
+    refused(TypeError, "`regime`", type(regime).__name__, regime=regime)
+    with pytest.raises(TypeError, match="`regime`"):
+        make_plan(MASK, Q, K, K, regime=regime)
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ("attend_mma/q64k64/merge-pack/rows", "two query blocks in a tile of 64"),
+        ("attend_mma/q64k64/split-pack/rows", "more than 64 rows"),
+        ("attend_mma/q64k64/retain-merge/rows", "two KV blocks in a tile of 64"),
+        ("attend_mma/q192k192/retain-pack/rows", "no attend_mma kernel"),
+    ],
+)
+def test_a_pinned_plan_that_cannot_serve_says_why(plan: str, reason: str) -> None:
+    refused(PlanNotEligibleError, "`regime`", plan, reason, '"auto"', regime=plan)
+
+
+def test_out_of_another_shape_or_dtype() -> None:
+    for out in (
+        zeros(1, 4, 128, 56),
+        zeros(1, 128, 4, 64),
+        zeros(4, 128, 64),
+        zeros(*Q.shape, dtype=np.float32),
+        zeros(*Q.shape, dtype=ml_dtypes.bfloat16),
+    ):
+        before = out.copy()
+        refused(ValueError, "`out`", str(Q.shape), "float16", out.dtype.name, out=out)
+        np.testing.assert_array_equal(out, before)
+    turned = zeros(1, 128, 4, 64)
+    q, k = Q.swapaxes(1, 2), K.swapaxes(1, 2)
+    assert block_sparse_attention(q, k, k, MASK, layout="BSHD", out=turned) is turned
+
+
+def tensor(device: str, shape: tuple[int, ...] = Q.shape) -> Any:
+    """Something that looks like a float16 tensor of torch."""
+    kind = type("Tensor", (), {"__module__": "torch"})
+    made = kind()
+    made.shape, made.dtype = shape, "torch.float16"
+    made.device = SimpleNamespace(type=device, index=0)
+    made.requires_grad = False
+    return made
+
+
+def test_out_of_another_library() -> None:
+    refused(TypeError, "`out`", "numpy", "torch", out=tensor("cpu"))
+    refused(TypeError, "DLPack", "list", out=[[0.0]])
+
+
+def test_out_on_a_gpu_for_host_arrays() -> None:
+    q, k = tensor("cpu"), tensor("cpu", K.shape)
+    refused(ValueError, "`out`", "host memory", q=q, k=k, out=tensor("cuda"))
+
+
+def test_arrays_in_two_places() -> None:
+    refused(ValueError, "`k`", "host memory", k=tensor("cuda", K.shape), v=K)
+    refused(ValueError, "`v`", "host memory", v=tensor("cuda", K.shape))
+
+
+@pytest.mark.parametrize("where", ["meta", "mps", "xla"])
+def test_arrays_on_other_devices(where: str) -> None:
+    refused(TypeError, "CUDA", where, q=tensor(where))
+    refused(TypeError, "CUDA", where, v=tensor(where, K.shape))

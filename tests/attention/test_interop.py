@@ -1,0 +1,323 @@
+"""Arrays of other libraries, told apart and read by what they say of themselves."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tessera_cupy import BlockMask, NoGpuError, block_sparse_attention, interop
+from tessera_cupy.interop import Operand
+
+MASK = BlockMask.from_dense([[1, 0, 1], [0, 1, 1]], (64, 64), (100, 150))
+
+
+def of(module: str, **attributes: Any) -> Any:
+    """An object whose type claims to come from a module."""
+    made = type("Array", (), {"__module__": module})()
+    vars(made).update(attributes)
+    return made
+
+
+class Dlpack:
+    """An array of a library that nobody knows: DLPack and its namespace are all it has."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = np.asarray(array)
+        self.shape, self.dtype = self.array.shape, self.array.dtype
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __array_namespace__(self) -> Any:
+        return SimpleNamespace(from_dlpack=lambda x: Dlpack(np.from_dlpack(x)))
+
+
+class TorchTensor:
+    """The few methods of a host tensor of torch that are needed, over NumPy."""
+
+    def __init__(self, array: Any, requires_grad: bool = False) -> None:
+        self.array = array
+        self.shape = array.shape
+        self.dtype = f"torch.{array.dtype.name}"
+        self.device = SimpleNamespace(type="cpu", index=None)
+        self.requires_grad = requires_grad
+
+    def detach(self) -> TorchTensor:
+        return TorchTensor(self.array)
+
+    def float(self) -> TorchTensor:
+        return TorchTensor(self.array.astype(np.float32))
+
+    def numpy(self) -> Any:
+        if self.requires_grad or self.dtype == "torch.bfloat16":
+            raise TypeError("as torch refuses")
+        return self.array
+
+    def to(self, dtype: str) -> TorchTensor:
+        return TorchTensor(self.array.astype(interop.numpy_dtype(dtype)))
+
+    def __setitem__(self, key: Any, value: TorchTensor) -> None:
+        self.array[key] = value.array
+
+
+TorchTensor.__module__ = "torch"
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for the module, whether torch is installed or not."""
+    module = SimpleNamespace(
+        from_numpy=TorchTensor,
+        is_grad_enabled=lambda: module.grad,
+        grad=True,
+        **{name: name for name in interop.HOST_DTYPES},
+    )
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("array", "library"),
+    [
+        (np.zeros(1), "numpy"),
+        (np.zeros(1).view(type("Mine", (np.ndarray,), {"__module__": "mine"})), "numpy"),
+        (of("cupy"), "cupy"),
+        (of("torch"), "torch"),
+        (of("torch.nn.parameter"), "torch"),
+        (type("Sub", (TorchTensor,), {"__module__": "mine"})(np.zeros(1)), "torch"),
+        (of("jaxlib._jax"), "jax"),
+        (of("jax._src.array"), "jax"),
+        (Dlpack(np.zeros(1)), "dlpack"),
+    ],
+)
+def test_libraries_are_told_apart(array: Any, library: str) -> None:
+    assert interop.framework(array) == library
+
+
+@pytest.mark.parametrize("thing", [[0.0], 1.0, None, "q", object(), of("torchlike"), of("cupyx")])
+def test_what_is_no_array_is_refused(thing: Any) -> None:
+    with pytest.raises(TypeError, match="DLPack"):
+        interop.framework(thing)
+
+
+@pytest.mark.parametrize(
+    ("kind", "host"), [((1, 0), True), ((3, 0), True), ((2, 1), False), ((13, 1), False)]
+)
+def test_dlpack_says_where_an_array_is(kind: tuple[int, int], host: bool) -> None:
+    array = Dlpack(np.zeros(1))
+    array.__dlpack_device__ = None  # type: ignore[assignment, method-assign]
+    moved = type("Moved", (Dlpack,), {"__dlpack_device__": lambda self: kind})(np.zeros(1))
+    assert interop.on_host(moved) == host
+    if host:
+        with pytest.raises(ValueError, match=r"`q`.*host memory"):
+            interop.device_of(moved, "q")
+    else:
+        assert interop.device_of(moved, "q") == 1
+
+
+@pytest.mark.parametrize(("kind", "part"), [((10, 0), "10"), ((8, 0), "8")], ids=["rocm", "metal"])
+def test_other_devices_are_refused(kind: tuple[int, int], part: str) -> None:
+    moved = type("Moved", (Dlpack,), {"__dlpack_device__": lambda self: kind})(np.zeros(1))
+    with pytest.raises(TypeError, match=f"CUDA GPU.*{part}"):
+        interop.on_host(moved)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(np.float16, "float16"), (ml_dtypes.bfloat16, "bfloat16"), (np.float64, "float64")],
+)
+def test_dtypes_by_name(dtype: Any, name: str) -> None:
+    assert interop.dtype_name(np.zeros(1, dtype)) == name
+    assert interop.dtype_name(of("torch", dtype=f"torch.{name}")) == name
+    if name in interop.HOST_DTYPES:
+        assert interop.numpy_dtype(name) == np.dtype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_host_tensors_of_torch(case: Any, torch: Any, dtype: str) -> None:
+    case_ = case(MASK, kv_heads=2, dtype=dtype)
+    tensors = [TorchTensor(x) for x in case_.arrays]
+    out, lse = block_sparse_attention(*tensors, MASK, return_lse=True)
+    assert isinstance(out, TorchTensor)
+    assert isinstance(lse, TorchTensor)
+    case_.check(out.array, lse.array)
+    given = TorchTensor(np.full_like(case_.q, np.nan))
+    assert block_sparse_attention(*tensors, MASK, out=given) is given
+    np.testing.assert_array_equal(given.array, out.array)
+
+
+def test_tensors_that_need_gradients_are_refused(case: Any, torch: Any) -> None:
+    arrays = case(MASK, kv_heads=2).arrays
+    for i, name in enumerate("qkv"):
+        tensors = [TorchTensor(x, requires_grad=i == j) for j, x in enumerate(arrays)]
+        with pytest.raises(ValueError, match=rf"`{name}`.*no backward.*torch.no_grad"):
+            block_sparse_attention(*tensors, MASK)
+        torch.grad = False
+        block_sparse_attention(*tensors, MASK)
+        torch.grad = True
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_host_arrays_of_an_unknown_library(case: Any, dtype: str) -> None:
+    case_ = case(MASK, kv_heads=2, dtype=dtype)
+    wrapped = [Dlpack(x) for x in case_.arrays]
+    out, lse = block_sparse_attention(*wrapped, MASK, return_lse=True)
+    assert isinstance(out, Dlpack)
+    assert isinstance(lse, Dlpack)
+    case_.check(out.array, lse.array)
+    with pytest.raises(TypeError, match=r"`out`.*leave it out"):
+        block_sparse_attention(*wrapped, MASK, out=Dlpack(np.zeros_like(case_.q)))
+
+
+def test_dlpack_with_a_byte_offset(case: Any, offset_array: Any) -> None:
+    case_ = case(MASK, kv_heads=2, dtype="float16")
+    arrays = []
+    for x in case_.arrays:
+        buffer = np.full(x.size + 5, np.nan, np.float16)
+        buffer[5:] = x.ravel()
+        arrays.append(offset_array(buffer, buffer.ctypes.data, 10, x.shape, 1))
+    case_.check(*block_sparse_attention(*arrays, MASK, return_lse=True))
+
+
+def test_host_arrays_of_several_libraries(case: Any, torch: Any) -> None:
+    case_ = case(MASK, kv_heads=2)
+    q, k, v = case_.arrays
+    out, lse = block_sparse_attention(q, TorchTensor(k), Dlpack(v), MASK, return_lse=True)
+    assert type(out) is np.ndarray
+    case_.check(out, lse)
+
+
+def operand(
+    pointer: int = 256,
+    shape: tuple[int, ...] = (2, 3, 100, 64),
+    strides: tuple[int, ...] = (19200, 6400, 64, 1),
+) -> Operand:
+    return Operand(pointer, shape, strides, "float16", 0, None)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "aligned"),
+    [
+        (operand(), True),
+        (operand(pointer=258), False),
+        (operand(pointer=264), False),
+        (operand(pointer=272), True),
+        (operand(strides=(19200, 64, 192, 1)), True),  # heads inside rows
+        (operand(strides=(0, 0, 64, 1)), True),  # expanded
+        (operand(strides=(19200, 6400, 68, 1)), False),
+        (operand(strides=(19204, 6400, 64, 1)), False),
+        (operand(strides=(19200, 6400, -64, 1)), False),
+        (operand(strides=(-19200, 6400, 64, 1)), False),
+        (operand(strides=(19200, 6400, 1, 100)), False),
+        (operand(strides=(38400, 12800, 128, 2)), False),
+        (operand(strides=(1 << 40, 6400, 64, 1)), True),
+        (operand(strides=(19200, 6400, 1 << 31, 1)), False),
+        # Axes of one element have any stride.
+        (operand(shape=(1, 1, 1, 64), strides=(3, 5, 7, 1)), True),
+        (operand(shape=(1, 1, 100, 64), strides=(3, 5, 1 << 31, 1)), False),
+        (operand(shape=(2, 3, 0, 64)), True),
+    ],
+)
+def test_what_16_byte_copies_can_read(candidate: Operand, aligned: bool) -> None:
+    assert interop.is_aligned(candidate) == aligned
+    if aligned:
+        assert interop.aligned(candidate) is candidate
+
+
+def fake_cupy(devices: Any) -> Any:
+    """CuPy as far as finding a GPU and a stream goes."""
+
+    class CUDARuntimeError(RuntimeError): ...
+
+    class Stream:
+        def __init__(self, pointer: int) -> None:
+            self.ptr = pointer
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.ptr
+
+        @classmethod
+        def from_external(cls, other: Any) -> Stream:
+            version, pointer = other.__cuda_stream__()
+            assert version == 0
+            return cls(pointer)
+
+    def count() -> int:
+        if isinstance(devices, str):
+            raise CUDARuntimeError(devices)
+        return int(devices)
+
+    runtime = SimpleNamespace(getDeviceCount=count, CUDARuntimeError=CUDARuntimeError)
+    current = Stream(77)
+    return SimpleNamespace(
+        cuda=SimpleNamespace(
+            runtime=runtime, Stream=Stream, get_current_stream=lambda device: current
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("cupy", "part"),
+    [
+        (None, r"not installed.*tessera-cupy\[cuda12\]"),
+        (fake_cupy(0), "no device"),
+        (fake_cupy("driver is insufficient"), "driver is insufficient"),
+    ],
+    ids=["no CuPy", "no GPU", "no driver"],
+)
+def test_without_a_gpu_there_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, cupy: Any, part: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(NoGpuError, match=part):
+        interop.import_cupy()
+    tensor = of(
+        "torch", shape=(1, 1, 100, 64), dtype="torch.float16", requires_grad=False,
+        device=SimpleNamespace(type="cuda", index=99),
+    )  # fmt: skip
+    with pytest.raises(NoGpuError, match=part):
+        block_sparse_attention(tensor, tensor, tensor, MASK)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = fake_cupy(1)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
+
+
+def test_streams_of_every_kind(cupy: Any) -> None:
+    array = of("cupy")
+    own = cupy.cuda.Stream(5)
+    assert interop.cupy_stream(own, array, 0) is own
+    for stream in (
+        6,
+        np.int64(6),
+        of("torch", cuda_stream=6),
+        type("Protocol", (), {"__cuda_stream__": lambda self: (0, 6)})(),
+    ):
+        found = interop.cupy_stream(stream, array, 0)
+        assert isinstance(found, cupy.cuda.Stream)
+        assert found.ptr == 6
+    assert interop.cupy_stream(0, array, 0).ptr == 0
+
+
+def test_the_current_stream_is_that_of_q(cupy: Any, torch: Any) -> None:
+    torch.cuda = SimpleNamespace(current_stream=lambda device: of("torch", cuda_stream=10 + device))
+    assert interop.cupy_stream(None, of("cupy"), 3).ptr == 77
+    assert interop.cupy_stream(None, of("jaxlib"), 3).ptr == 77
+    assert interop.cupy_stream(None, of("torch"), 3).ptr == 13
+
+
+@pytest.mark.parametrize("stream", ["null", 1.5, object()])
+def test_what_is_no_stream_is_refused(cupy: Any, stream: Any) -> None:
+    with pytest.raises(TypeError, match=rf"`stream`.*{type(stream).__name__}"):
+        interop.cupy_stream(stream, of("cupy"), 0)
