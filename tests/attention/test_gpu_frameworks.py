@@ -28,7 +28,7 @@ def draw(case: Any, random_mask: Any, rng: Any) -> Any:
     return draw
 
 
-def tensors(case: Any, device: str = "cuda") -> list[Any]:
+def to_torch(case: Any, device: str = "cuda") -> list[Any]:
     """The inputs of a case as tensors of torch."""
     torch = pytest.importorskip("torch")
     dtype = getattr(torch, case.q.dtype.name)
@@ -72,7 +72,7 @@ def test_cupy(gpu: Any, draw: Any, dtype: str, layout: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch(gpu: Any, draw: Any, torch: Any, dtype: str, layout: str) -> None:
     case = draw(dtype, layout)
-    given = tensors(case)
+    tensors = to_torch(case)
     out, lse = block_sparse_attention(*tensors, case.mask, layout=layout, return_lse=True)
     assert (out.dtype, lse.dtype) == (tensors[0].dtype, torch.float32)
     assert out.device == lse.device == tensors[0].device
@@ -91,7 +91,7 @@ def test_torch(gpu: Any, draw: Any, torch: Any, dtype: str, layout: str) -> None
 
 def test_torch_views(gpu: Any, draw: Any, torch: Any) -> None:
     case = draw("bfloat16")
-    q, k, v = tensors(case)
+    q, k, v = to_torch(case)
 
     def turned(x: Any) -> Any:
         return x.transpose(2, 3).contiguous().transpose(2, 3)
@@ -124,7 +124,7 @@ def test_torch_views(gpu: Any, draw: Any, torch: Any) -> None:
 
 def test_torch_gradients(draw: Any, torch: Any) -> None:
     case = draw("float16")
-    q, k, v = tensors(case)
+    q, k, v = to_torch(case)
     parameter = torch.nn.Parameter(q)
     with pytest.raises(ValueError, match=r"`q`.*torch\.no_grad"):
         block_sparse_attention(parameter, k, v, case.mask)
@@ -137,7 +137,7 @@ def test_torch_gradients(draw: Any, torch: Any) -> None:
 def test_torch_stream_ordered_memory(draw: Any, torch: Any) -> None:
     # Temporaries die while their kernels still wait; what takes their memory must wait too.
     case = draw("float16")
-    given = tensors(case)
+    tensors = to_torch(case)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         results = []
@@ -209,7 +209,7 @@ def test_any_array_with_dlpack(gpu: Any, draw: Any, offset_array: Any) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
 def test_host_arrays_stay_on_the_host(draw: Any, torch: Any, jax: Any, dtype: str) -> None:
     case = draw(dtype)
-    given = tensors(case, "cpu")
+    tensors = to_torch(case, "cpu")
     out, lse = block_sparse_attention(*tensors, case.mask, return_lse=True)
     assert out.device.type == lse.device.type == "cpu"
     assert out.dtype == tensors[0].dtype
@@ -261,7 +261,7 @@ def test_a_plan_runs_arrays_of_any_library(gpu: Any, draw: Any, torch: Any, jax:
     plan = make_plan(case.mask, *arrays)
     assert plan.request.arch == gpu.arch
     case.check_kernel(gpu.cupy.asnumpy(plan.run(*arrays)))
-    case.check_kernel(numpy_of(plan.run(*tensors(case))))
+    case.check_kernel(numpy_of(plan.run(*to_torch(case))))
     case.check_kernel(np.asarray(plan.run(*(jax.numpy.asarray(x) for x in case.arrays))))
     case.check(*plan.run(*case.arrays, return_lse=True))
     elsewhere = make_plan(case.mask, *arrays, arch="sm_80" if gpu.arch.name != "sm_80" else "sm_89")
