@@ -28,6 +28,11 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: str = "bfloat16"
 
+    def __post_init__(self) -> None:
+        """Take a dtype of NumPy, torch or JAX by its name."""
+        name = getattr(self.dtype, "__name__", str(self.dtype)).rpartition(".")[2]
+        object.__setattr__(self, "dtype", name)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -180,7 +185,7 @@ def make_request(
                 "mask",
                 f"{sq} query and {skv} key tokens, as in q and k",
                 f"a mask of {mask.shape[0]} query and {mask.shape[1]} key tokens",
-                "build the mask for these lengths",
+                _length_fix(mask, q, k, layout, (sq, skv)),
             )
         )
     for axis, got, full in (("batch", mask.batch, batch), ("head", mask.heads, q_heads)):
@@ -188,12 +193,28 @@ def make_request(
             raise ValueError(
                 wrong(
                     "mask",
-                    f"a {axis} axis of 1 or {full} (one for each query head)",
+                    f"a {axis} axis of 1" + (f" or {full}, as q's" if full > 1 else ", as q's"),
                     got,
                     "give one mask to each, or one to all",
                 )
             )
     return Request(arch, batch, q_heads, kv_heads, sq, skv, head_dim, dtype, layout)
+
+
+def _length_fix(mask: BlockMask, q: Any, k: Any, layout: str, lengths: tuple[int, int]) -> str:
+    other = LAYOUTS[1 - LAYOUTS.index(layout)]
+    keys = q if k is None else k
+    if (
+        sizes(tuple(q.shape), other, "q")[2],
+        sizes(tuple(keys.shape), other, "k")[2],
+    ) == mask.shape:
+        return f'pass layout="{other}"'
+    if all(
+        0 < have - want < b
+        for have, want, b in zip(mask.shape, lengths, mask.block_size, strict=True)
+    ):
+        return f"build the mask with shape={lengths}"
+    return "build the mask for these lengths"
 
 
 def _checked_dtype(q: Any, k: Any, v: Any, accepted: tuple[str, ...]) -> str:

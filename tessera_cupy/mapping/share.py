@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from tessera_cupy.mapping.tiles import Tiles
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
-_CLASSES = 3  # both halves, only the first, only the second
 
 
 def share(tiles: Tiles) -> Tiles:
@@ -38,32 +37,33 @@ def share(tiles: Tiles) -> Tiles:
     first_half = np.uint32((1 << (tiles.shape.groups // 2)) - 1)
     in_first = (tiles.frag_members & first_half) != 0
     in_second = (tiles.frag_members & ~first_half) != 0
-    kind = np.where(in_first & in_second, 0, np.where(in_first, 1, 2)).astype(np.int8)
-
     counts = np.diff(tiles.frag_offsets)
-    tile = np.repeat(np.arange(len(tiles), dtype=np.int64), counts)
-    size = np.empty((len(tiles), _CLASSES), np.int64)
-    rank = np.empty(len(tile), np.int64)  # among the fragments of one class and tile
-    for c in range(_CLASSES):
-        member = kind == c
-        before = np.concatenate(([0], np.cumsum(member)))
-        size[:, c] = before[tiles.frag_offsets[1:]] - before[tiles.frag_offsets[:-1]]
-        rank[member] = (before[:-1] - before[tiles.frag_offsets[:-1]][tile])[member]
+    tile = np.repeat(np.arange(len(tiles), dtype=np.int32), counts)
 
-    steps = -(-size // per_step)
-    both, first, second = steps.T
-    offsets = np.concatenate(([0], np.cumsum(steps.sum(axis=1)) * per_step))
-    step = rank // per_step
-    place = np.select(
-        [kind == 0, kind == 1],
-        [step, both[tile] + step + np.minimum(step, second[tile])],
-        both[tile] + step + np.minimum(step + 1, first[tile]),
-    )
-    target = offsets[tile] + place * per_step + rank % per_step
+    # For each class its fragments, which ascend by tile, and how many each tile has.
+    classes = (in_first & in_second, in_first & ~in_second, ~in_first)
+    members = [np.flatnonzero(of_class) for of_class in classes]
+    owners = [tile[found] for found in members]
+    sizes = [np.bincount(owner, minlength=len(tiles)) for owner in owners]
+    both, first, second = (-(-size // per_step) for size in sizes)
+    offsets = np.concatenate(([0], np.cumsum(both + first + second) * per_step))
+
+    targets = []
+    for kind, (owner, size) in enumerate(zip(owners, sizes, strict=True)):
+        rank = np.arange(len(owner)) - (np.cumsum(size) - size)[owner]
+        step = rank // per_step
+        place = offsets[:-1][owner] + rank + (both * per_step)[owner] * (kind > 0)
+        # Steps of one half and of the other take turns while both last.
+        if kind == 1:
+            place += np.minimum(step, second[owner]) * per_step
+        elif kind == 2:
+            place += np.minimum(step + 1, first[owner]) * per_step
+        targets.append(place)
+    source, target = np.concatenate(members), np.concatenate(targets)
 
     def moved(values: NDArray[_Scalar], padding: int) -> NDArray[_Scalar]:
         result = np.full(offsets[-1], padding, values.dtype)
-        result[target] = values
+        result[target] = values[source]
         return result
 
     return replace(
@@ -72,5 +72,9 @@ def share(tiles: Tiles) -> Tiles:
         frag_start=moved(tiles.frag_start, 0),
         frag_len=moved(tiles.frag_len, 0),
         frag_members=moved(tiles.frag_members, 0),
-        frag_bits=moved(tiles.frag_bits, -1),
+        frag_bits=(
+            moved(tiles.frag_bits, -1)
+            if len(tiles.bits)
+            else np.full(offsets[-1], -1, tiles.frag_bits.dtype)
+        ),
     )

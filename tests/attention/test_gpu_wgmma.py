@@ -49,15 +49,17 @@ def test_every_mapping_of_every_block_size(
 ) -> None:
     kinds = [("bfloat16", 128, "BHSD"), ("float16", 64, "BSHD"), ("bfloat16", 64, "BHSD"),
              ("float16", 128, "BSHD")]  # fmt: skip
-    turn = 0
     for shape, axes in (((391, 530), (2, 2)), ((256, 1024), (1, 4)), ((700, 77), (1, 2))):
         mask = random_mask(rng, block, shape, axes=axes, density=0.35)
-        for name in specs(mask):
-            dtype, dim, layout = kinds[turn % len(kinds)]
-            turn += 1
-            made = case(mask, shared=2, dim=dim, dtype=dtype, layout=layout, rng=rng)
-            gpu.poison()
-            gpu.run(made, f"{name} {block} {shape} {dtype} {dim} {layout}", regime=name)
+        cases = [
+            case(mask, shared=2, dim=dim, dtype=dtype, layout=layout, rng=rng)
+            for dtype, dim, layout in kinds
+        ]
+        gpu.poison()
+        for i, name in enumerate(specs(mask)):
+            made = cases[i % len(kinds)]
+            label = f"{name} {block} {shape} {made.q.dtype} {made.q.shape} {made.layout}"
+            gpu.run(made, label, regime=name)
 
 
 def test_lists_of_length_one_single_fragments_and_empty_rows(gpu: Any, case: Any, rng: Any) -> None:
