@@ -176,7 +176,9 @@ def make_request(
                 "q",
                 f"a head dim that is a multiple of 8, from 8 to {MAX_HEAD_DIM}",
                 head_dim,
-                "pad q, k and v with zeros, keep sm_scale, and cut the result",
+                "pad q, k and v with zeros, keep sm_scale, and cut the result"
+                if head_dim < MAX_HEAD_DIM
+                else "use a smaller head dim",
             )
         )
     if mask.shape != (sq, skv):
@@ -220,7 +222,7 @@ def _length_fix(mask: BlockMask, q: Any, k: Any, layout: str, lengths: tuple[int
 def _checked_dtype(q: Any, k: Any, v: Any, accepted: tuple[str, ...]) -> str:
     dtype = interop.dtype_name(q) if not isinstance(q, ArraySpec) else q.dtype
     if dtype not in accepted:
-        raise TypeError(wrong("q", " or ".join(accepted), dtype, f"cast it to {accepted[0]}"))
+        raise TypeError(wrong("q", " or ".join(accepted), dtype, f"cast it to {accepted[-1]}"))
     for name, array in (("k", k), ("v", v)):
         if array is None:
             continue

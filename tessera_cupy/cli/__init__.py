@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from tessera_cupy import __version__
 from tessera_cupy.cli import bench, cache, demo, env, plan
 from tessera_cupy.cli.output import Output
 from tessera_cupy.errors import TesseraError
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tessera-cupy",
         description="Block-sparse attention through raw CUDA kernels: look, try, plan, compile.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in (env, demo, plan, cache, bench):
         command.add_to(commands)
