@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tessera_cupy
 from tessera_cupy.attention import make_plan
 from tessera_cupy.cli import cache as cache_command
 from tessera_cupy.cli import gpu, main
@@ -93,6 +94,13 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: Capture) -> None
         main(arguments)
     assert caught.value.code == 2
     assert "usage: tessera-cupy" in capsys.readouterr().err
+
+
+def test_version_is_the_packages(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"tessera-cupy {tessera_cupy.__version__}\n"
 
 
 def test_unknown_arch_lists_those_that_exist(capsys: Capture) -> None:

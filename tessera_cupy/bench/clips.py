@@ -104,7 +104,7 @@ def read_features(name: str, grid: VideoGrid) -> _Float:
     """
     frames = read_frames(name, grid.t, 2 * grid.h, 2 * grid.w).astype(np.float32)
     patches = frames.reshape(grid.t, grid.h, 2, grid.w, 2, 3).transpose(0, 1, 3, 2, 4, 5)
-    values = patches.reshape(grid.tokens, 12)
+    values: NDArray[Any] = patches.reshape(grid.tokens, 12)
     values = (values - values.mean(axis=0)) / np.maximum(values.std(axis=0), 1e-6)
     return np.concatenate([values, np.ones((grid.tokens, 1), dtype=np.float32)], axis=1)
 
@@ -201,8 +201,7 @@ def rotary(x: _Float, grid: VideoGrid) -> _Float:
 
 def _rms_normalise(x: _Float) -> _Float:
     mean_square = (x * x).mean(axis=-1, keepdims=True)
-    normal: _Float = x / np.sqrt(mean_square + np.float32(1e-6))
-    return normal
+    return np.asarray(x / np.sqrt(mean_square + np.float32(1e-6)), np.float32)
 
 
 def _walk(count: int, stride: int, frames: int) -> NDArray[Any]:
@@ -210,4 +209,5 @@ def _walk(count: int, stride: int, frames: int) -> NDArray[Any]:
     if frames == 1:
         return np.zeros(count, dtype=np.int64)
     at = np.arange(count) * stride % (2 * (frames - 1))
-    return np.minimum(at, 2 * (frames - 1) - at)
+    folded: NDArray[Any] = np.minimum(at, 2 * (frames - 1) - at)
+    return folded

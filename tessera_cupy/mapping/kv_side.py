@@ -77,7 +77,7 @@ def _extents(mask: BlockMask, lists: TileLists) -> tuple[NDArray[np.int32], NDAr
     nominal, keys = mask.block_size[1], mask.shape[1]
     if mask.kv_block_sizes is None:
         start = lists.columns * np.int32(nominal)
-        width = np.full(len(start), nominal, np.int32)
+        width: NDArray[np.int32] = np.full(len(start), nominal, np.int32)
         tail = np.flatnonzero(start > keys - nominal)
         width[tail] = keys - start[tail]
         return start, width
@@ -129,7 +129,7 @@ def _cut(
         members = np.repeat(lists.members, most)
     else:
         counts, frag_start, length, members = 1, start, width, lists.members
-    bits = np.full(len(members), -1, np.int32)
+    bits: NDArray[np.int32] = np.full(len(members), -1, np.int32)
     alive = length > 0
     if refined is not None:
         exists = np.arange(most) * slot < width[refined.entry, None]

@@ -101,7 +101,7 @@ def token_entries(tokens: NDArray[np.bool_], block_size: tuple[int, int]) -> Ent
     flat = tokens.reshape(batch * heads, sq, skv)
     counts = np.zeros((batch * heads, nq), np.int64)
     columns: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
-    pieces = [np.zeros((0, bq, words(bkv)), np.uint32)]
+    pieces: list[NDArray[np.uint32]] = [np.zeros((0, bq, words(bkv)), np.uint32)]
     step = max(1, _PANEL // max(1, bq * nk * bkv))
     for head in range(batch * heads):
         for first in range(0, nq if nk else 0, step):

@@ -117,7 +117,7 @@ def list_entries(
     starts = np.zeros(len(flat_counts) + 1, np.int64)
     np.cumsum(flat_counts, out=starts[1:])
     if len(flat_counts) and flat_counts.min() == width:
-        columns = listed.reshape(-1)
+        columns: NDArray[Any] = listed.reshape(-1)
     else:
         columns = listed[np.arange(width) < lengths[..., None]]
     _check_columns(columns, starts, (nq, num_kv_blocks), heads)

@@ -249,7 +249,7 @@ class _Steps:
         idle = (tiles.frag_members == 0) | (tiles.frag_len == 0)
         exact = (tiles.frag_len == shape.slot) & (tiles.frag_bits < 0)
         exact &= tiles.frag_members == every_of
-        follows = np.ones(len(exact), np.bool_)
+        follows: NDArray[np.bool_] = np.ones(len(exact), np.bool_)
         follows[1:] = tiles.frag_start[1:] == tiles.frag_start[:-1] + shape.slot
         follows[begin] = True
         if len(begin):
