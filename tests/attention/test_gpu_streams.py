@@ -43,6 +43,7 @@ class Late:
             flat = gpu.poisoned((x.size + 8,), x.dtype)
             start = 1 if misaligned else 8
             self.arrays.append(flat[start : start + x.size].reshape(x.shape))
+        gpu.cupy.cuda.Device().synchronize()  # non-blocking streams do not wait for this one
 
     def fill(self, stream: Any) -> None:
         """NaN at once; the inputs once the stream was busy for a while."""
@@ -192,6 +193,7 @@ def test_a_graph_replays_on_new_contents(gpu: Any, case: Any, made: Any, plan: s
     arrays = [cupy.asarray(x) for x in made.arrays]
     prepared = make_plan(made.mask, *arrays, regime=plan)
     out = gpu.poisoned(made.q.shape, made.q.dtype)
+    cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         prepared.run(*arrays, out=out)
@@ -217,6 +219,7 @@ def test_a_replay_leaves_the_memory_of_others_alone(gpu: Any, made: Any) -> None
     prepared = make_plan(made.mask, *arrays, regime=PLANS[1])
     assert prepared.tasks().slots > 0
     out = gpu.poisoned(made.q.shape, made.q.dtype)
+    cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         prepared.run(*arrays, out=out)
@@ -248,6 +251,7 @@ def test_sixteen_threads_load_each_kernel_once(
 
     monkeypatch.setattr(cupy, "RawModule", counted)
     mask = replace(made.mask)  # nothing is prepared for it
+    cupy.cuda.Device().synchronize()
     barrier = threading.Barrier(16)
     results: list[Any] = []
 

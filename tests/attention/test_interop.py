@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +123,12 @@ def test_dlpack_says_where_an_array_is(kind: tuple[int, int], host: bool) -> Non
             interop.device_of(moved, "q")
     else:
         assert interop.device_of(moved, "q") == 1
+
+
+def test_arrays_of_cupy_are_on_a_gpu() -> None:
+    array = of("cupy", device=SimpleNamespace(id=1))
+    assert not interop.on_host(array)
+    assert interop.device_of(array, "q") == 1
 
 
 @pytest.mark.parametrize(("kind", "part"), [((10, 0), "10"), ((8, 0), "8")], ids=["rocm", "metal"])
@@ -244,6 +252,11 @@ def fake_cupy(devices: Any) -> Any:
         def __cuda_stream__(self) -> tuple[int, int]:
             return 0, self.ptr
 
+        def __enter__(self) -> Stream:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
         @classmethod
         def from_external(cls, other: Any) -> Stream:
             version, pointer = other.__cuda_stream__()
@@ -259,7 +272,10 @@ def fake_cupy(devices: Any) -> Any:
     current = Stream(77)
     return SimpleNamespace(
         cuda=SimpleNamespace(
-            runtime=runtime, Stream=Stream, get_current_stream=lambda device: current
+            runtime=runtime,
+            Stream=Stream,
+            Device=lambda ordinal: Stream(-1),
+            get_current_stream=lambda device: current,
         )
     )
 
@@ -321,3 +337,32 @@ def test_the_current_stream_is_that_of_q(cupy: Any, torch: Any) -> None:
 def test_what_is_no_stream_is_refused(cupy: Any, stream: Any) -> None:
     with pytest.raises(TypeError, match=rf"`stream`.*{type(stream).__name__}"):
         interop.cupy_stream(stream, of("cupy"), 0)
+
+
+def test_torch_follows_the_stream(cupy: Any, torch: Any) -> None:
+    entered: list[Any] = []
+
+    @contextmanager
+    def switch(stream: Any) -> Iterator[None]:
+        entered.append(stream)
+        yield
+        entered.pop()
+
+    torch.cuda = SimpleNamespace(
+        current_stream=lambda device: of("torch", cuda_stream=6),
+        default_stream=lambda device: f"default of {device}",
+        ExternalStream=lambda pointer, device: (pointer, device),
+        stream=switch,
+    )
+    tensor, array = of("torch"), of("cupy")
+    for stream, arrays, expected in (
+        (None, (tensor,) * 3, []),
+        (6, (tensor,) * 3, []),
+        (7, (tensor,) * 3, [(7, 1)]),
+        (7, (array, array, tensor), [(7, 1)]),
+        (0, (tensor,) * 3, ["default of 1"]),
+        (7, (array,) * 3, []),
+    ):
+        with interop.on_stream(stream, arrays, 1):
+            assert entered == expected
+        assert entered == []

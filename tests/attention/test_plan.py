@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,10 @@ from tessera_cupy import (
     Table,
     attention,
     block_sparse_attention,
+    interop,
     make_plan,
 )
+from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.arch import ARCHS, Arch
 from tessera_cupy.regimes import load_for
 
@@ -190,12 +193,63 @@ def test_out_that_16_byte_stores_cannot_reach_is_refused(gpus: Any) -> None:
             block_sparse_attention(Q, K, K, MASK, out=out)
 
 
+def test_all_that_touches_memory_happens_on_the_stream(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus("sm_80")
+    current: list[Any] = []
+    called = []
+
+    @contextmanager
+    def on_stream(stream: Any, arrays: Any, device: int) -> Iterator[None]:
+        assert (arrays, device) == ((Q, K, K), 0)
+        current.append(stream)
+        yield
+        current.pop()
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert current == ["a stream"], name
+            called.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(interop, "on_stream", on_stream)
+    monkeypatch.setattr(interop, "empty", lambda like, shape, dtype: Tensor(shape))
+    monkeypatch.setattr(launch, "upload", lambda tiles, tasks: None)
+    monkeypatch.setattr(launch, "attend", lambda *args: None)
+    names = {
+        interop: ("empty", "device_operand", "aligned", "returned"),
+        launch: ("upload", "attend"),
+    }
+    for module, functions in names.items():
+        for name in functions:
+            monkeypatch.setattr(module, name, watched(name, getattr(module, name)))
+    out, lse = block_sparse_attention(Q, K, K, MASK, return_lse=True, stream="a stream")
+    assert (out.shape, lse.shape) == (Q.shape, Q.shape[:3])
+    assert {name for functions in names.values() for name in functions} == set(called)
+
+
 def test_float32_is_refused_on_a_gpu(gpus: Any) -> None:
     gpus("sm_80")
     q = Tensor(Q.shape)
     q.dtype = "torch.float32"
     with pytest.raises(TypeError, match=r"float16 or bfloat16, got float32"):
         block_sparse_attention(q, q, q, MASK)
+    with pytest.raises(TypeError, match=r"float16 or bfloat16, got float32"):
+        make_plan(MASK, q)
+
+
+@pytest.mark.parametrize("tokens", [(100, 0), (0, 150)])
+def test_kernels_that_need_a_token_are_passed_over_without_one(tokens: tuple[int, int]) -> None:
+    blocks = np.ones([-(-n // 64) for n in tokens], bool)
+    mask = BlockMask.from_dense(blocks, (64, 64), tokens)
+    spec = ArraySpec((1, 2, tokens[0], 64))
+    plan = make_plan(mask, spec, arch="sm_90a")
+    assert plan.spec.kernel == "attend_mma"
+    with pytest.raises(PlanNotEligibleError, match="at least one query and one key"):
+        make_plan(mask, spec, regime="attend_wgmma/q128k128/retain-pack/rows", arch="sm_90a")
 
 
 def test_a_gpu_with_too_little_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
