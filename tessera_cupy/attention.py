@@ -264,6 +264,8 @@ class Plan:
                 name: interop.aligned(interop.device_operand(array, name))
                 for name, array in (("q", q), ("k", k), ("v", v))
             }
+            if out is not None:
+                _check_apart(interop.device_operand(out, "out"), operands)
             result = interop.empty(q, r.q_shape, r.dtype) if out is None else out
             lse = interop.empty(q, (r.batch, r.q_heads, r.sq), "float32") if return_lse else None
             launch.attend(
@@ -368,7 +370,7 @@ def block_sparse_attention(
             apply new contents, build a new mask.
         sm_scale: factor on the scores; None means ``1 / sqrt(head_dim)``.
         layout: ``"BHSD"`` or ``"BSHD"``.
-        out: array to write, with q's shape, dtype and device.
+        out: array to write, with q's shape, dtype and device; not in the memory of k or v.
         return_lse: also return the log-sum-exp.
         regime: as in :func:`make_plan`.
         stream: stream to run on; None means the current one of q's framework.
@@ -579,6 +581,15 @@ def _check_out(out: Any, q: Any, request: Request, *, on_gpu: bool) -> None:
                 "leave it out, or allocate it like q",
             )
         )
+
+
+def _check_apart(target: interop.Operand, operands: dict[str, interop.Operand]) -> None:
+    """Refuse to write where other tasks still read: K and V. Each task has read its own Q."""
+    for name in ("k", "v"):
+        if interop.overlaps(target, operands[name]):
+            raise ValueError(
+                wrong("out", "memory of its own", f"memory that {name} uses", "allocate another")
+            )
 
 
 def _tensor(operand: interop.Operand, layout: str) -> Any:

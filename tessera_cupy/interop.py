@@ -209,6 +209,27 @@ def is_aligned(operand: Operand) -> bool:
     )
 
 
+class _Layout:
+    """An operand's addresses as NumPy sees them; nothing reads the memory behind them."""
+
+    def __init__(self, operand: Operand) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "<u2",
+            "data": (operand.pointer, True),
+            "shape": operand.shape,
+            "strides": tuple(2 * stride for stride in operand.strides),
+        }
+
+
+def overlaps(one: Operand, other: Operand) -> bool:
+    """Whether two operands of two-byte elements have an element in common.
+
+    Exact for strided views, so that slices of one packed tensor are told apart.
+    """
+    return np.shares_memory(np.asarray(_Layout(one)), np.asarray(_Layout(other)))
+
+
 def aligned(operand: Operand) -> Operand:
     """The operand itself, or a contiguous copy where its rows cannot be read 16 bytes at a time."""
     if is_aligned(operand):

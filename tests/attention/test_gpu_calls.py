@@ -67,25 +67,6 @@ def test_views_and_misaligned_arrays(gpu: Any, made: Any) -> None:
     np.testing.assert_array_equal(cupy.asnumpy(same).view("u2"), cupy.asnumpy(copied).view("u2"))
 
 
-def test_a_slow_producer_on_another_stream(gpu: Any, made: Any) -> None:
-    cupy = gpu.cupy
-    big = cupy.ones((4096, 4096), np.float32)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    for given in (None, stream, stream.ptr):
-        with stream:
-            arrays = [gpu.poisoned(x.shape, x.dtype) for x in made.arrays]
-            for _ in range(20):
-                big *= np.float32(1.0)
-            for array, source in zip(arrays, made.arrays, strict=True):
-                array.set(source, stream=stream)
-            if given is None:
-                out = block_sparse_attention(*arrays, made.mask)
-        if given is not None:
-            out = block_sparse_attention(*arrays, made.mask, stream=given)
-        stream.synchronize()
-        made.check_kernel(cupy.asnumpy(out), label=f"stream {given}")
-
-
 def test_a_prepared_plan_in_a_graph(gpu: Any, made: Any) -> None:
     cupy = gpu.cupy
     q, k, v = (cupy.asarray(x) for x in made.arrays)

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tessera_cupy import BlockMask, NoGpuError, block_sparse_attention, interop
+from tessera_cupy import BlockMask, NoGpuError, attention, block_sparse_attention, interop
 from tessera_cupy.interop import Operand
 
 MASK = BlockMask.from_dense([[1, 0, 1], [0, 1, 1]], (64, 64), (100, 150))
@@ -366,3 +366,38 @@ def test_torch_follows_the_stream(cupy: Any, torch: Any) -> None:
         with interop.on_stream(stream, arrays, 1):
             assert entered == expected
         assert entered == []
+
+
+def _flat(pointer: int, *shape: int) -> interop.Operand:
+    strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+    return interop.Operand(pointer, shape, strides, "float16", 0, None)
+
+
+def test_overlap_is_counted_in_bytes_to_the_last_element() -> None:
+    k = _flat(1000, 1, 2, 4, 8)  # 64 elements, 128 bytes
+    assert interop.overlaps(k, k)
+    assert interop.overlaps(_flat(1126, 1, 1, 1, 8), k)
+    assert not interop.overlaps(_flat(1128, 1, 1, 1, 8), k)
+    assert interop.overlaps(_flat(986, 1, 1, 1, 8), k)
+    assert not interop.overlaps(_flat(984, 1, 1, 1, 8), k)
+    assert not interop.overlaps(_flat(1000, 1, 2, 0, 8), k)
+
+
+def test_slices_of_one_packed_tensor_do_not_overlap() -> None:
+    # (batch, sequence, 3, heads, dim): q, k and v lie between each other.
+    strides = (100 * 3 * 32, 3 * 32, 8, 1)
+    q, k = (
+        interop.Operand(4096 + 2 * 32 * part, (2, 100, 4, 8), strides, "float16", 0, None)
+        for part in (0, 1)
+    )
+    assert not interop.overlaps(q, k)
+    assert interop.overlaps(k, k)
+
+
+def test_output_in_the_memory_of_k_or_v_is_refused() -> None:
+    k, v = _flat(1000, 1, 2, 4, 8), _flat(2000, 1, 2, 4, 8)
+    operands = {"q": _flat(3000, 1, 2, 4, 8), "k": k, "v": v}
+    for target, name in ((k, "k"), (v, "v")):
+        with pytest.raises(ValueError, match=f"`out`.*memory that {name} uses"):
+            attention._check_apart(target, operands)
+    attention._check_apart(operands["q"], operands)
