@@ -619,7 +619,8 @@ struct Attend {
     }
 
     // Each warp stages its own rows where its Q was, then stores whole 16-byte chunks.
-    barrier_sync();  // every warp is done with V, which may lie where Q was, and Q's own copies are over
+    barrier_sync();  // every warp is done with V, which may lie where Q was, and Q's own copies are
+                     // over
     u8* staged = smem.tiles;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
