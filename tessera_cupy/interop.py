@@ -28,6 +28,7 @@ HOST_DTYPES = ("float16", "bfloat16", "float32")
 # Device types of the DLPack standard: memory that the host reads, and that of CUDA GPUs.
 _DLPACK_HOST = (1, 3)
 _DLPACK_CUDA = (2, 13)
+_INSUFFICIENT_DRIVER = 35  # cudaErrorInsufficientDriver, also where there is no driver
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,21 @@ def framework(array: Any) -> str:
     """``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"``, or ``"dlpack"`` for any other array.
 
     Raises:
-        TypeError: for an object that is no array at all.
+        TypeError: for an object that is no array at all, or that JAX is tracing.
     """
     kind = type(array)
     if kind not in _libraries:
         _libraries[kind] = _library(kind)
     library = _libraries[kind]
+    if library == _TRACED:
+        raise TypeError(
+            wrong(
+                "q, k, v, out",
+                "arrays with values",
+                f"a {kind.__name__}, which stands for one while JAX traces a function",
+                "make the call outside of jax.jit, jax.vmap and jax.grad",
+            )
+        )
     if library is not None:
         return library
     if hasattr(array, "__dlpack__"):
@@ -74,6 +84,8 @@ def framework(array: Any) -> str:
     )
 
 
+_TRACED = "traced by jax"
+
 # What _library found; a request asks some thirty times.
 _libraries: dict[type[Any], str | None] = {}
 
@@ -83,7 +95,8 @@ def _library(kind: type[Any]) -> str | None:
     for base in kind.__mro__:
         root = base.__module__.partition(".")[0]
         if root in ("jax", "jaxlib"):
-            return "jax"
+            traced = any(parent.__name__ == "Tracer" for parent in kind.__mro__)
+            return _TRACED if traced else "jax"
         if root in ("numpy", "cupy", "torch"):
             return root
     return None
@@ -135,10 +148,35 @@ def import_cupy() -> Any:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise NoGpuError(f"No CUDA GPU can be used here: {error}.") from error
+        raise NoGpuError(_no_gpu(cupy.cuda.runtime, error)) from error
     if count == 0:
-        raise NoGpuError("No CUDA GPU can be used here: the driver reports no device.")
+        raise NoGpuError(_no_gpu(cupy.cuda.runtime, None))
     return cupy
+
+
+def _no_gpu(runtime: Any, error: Exception | None) -> str:
+    """Why CuPy finds no GPU, and what to do; its own words are the same for several causes."""
+    driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if driver == 0:
+        reason, fix = "there is no NVIDIA driver on this machine", "install the driver"
+    elif getattr(error, "status", None) == _INSUFFICIENT_DRIVER:
+        reason = (
+            f"the NVIDIA driver is for CUDA {_dotted(driver)}, and the installed CuPy for CUDA "
+            f"{_dotted(needed)}"
+        )
+        fix = "update the driver, or install the CuPy that fits it"
+    else:
+        reason = f"the NVIDIA driver shows no GPU ({error or 'no device'})"
+        fix = "see what nvidia-smi lists, and what CUDA_VISIBLE_DEVICES hides"
+    return (
+        f"No CUDA GPU can be used here: {reason}. Fix: {fix}. NumPy arrays run on the CPU "
+        "meanwhile."
+    )
+
+
+def _dotted(version: int) -> str:
+    """CUDA's version number, 12090, as 12.9."""
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def device_of(array: Any, name: str) -> int:

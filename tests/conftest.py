@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tessera_cupy import NoGpuError
+from tessera_cupy.interop import import_cupy
+
 _COUNT = pytest.StashKey[int]()
 _REASON = pytest.StashKey[str]()
 
@@ -24,14 +27,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def gpu_problem() -> str | None:
     """Why no GPU can be used, or None. One that is there but fails is for the tests to see."""
     try:
-        import cupy
-
-        count = cupy.cuda.runtime.getDeviceCount()
-    except ImportError as error:
-        return f"CuPy cannot be imported: {error}".splitlines()[0]
-    except Exception as error:
-        return f"CuPy sees no GPU: {error}".splitlines()[0]
-    return None if count else "CuPy sees no GPU"
+        import_cupy()
+    except NoGpuError as error:
+        return str(error)
+    return None
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that only what they ask for is counted

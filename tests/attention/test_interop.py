@@ -104,6 +104,17 @@ def test_libraries_are_told_apart(array: Any, library: str) -> None:
     assert interop.framework(array) == library
 
 
+def test_what_jax_is_tracing_is_refused() -> None:
+    tracer = type("Tracer", (), {"__module__": "jax._src.core"})
+    traced = type("DynamicJaxprTracer", (tracer,), {"__module__": "jax._src.interpreters"})()
+    array = np.zeros((1, 1, 100, 64), np.float32)
+    for arrays in ((traced,) * 3, (array, traced, array)):
+        with pytest.raises(TypeError, match=r"DynamicJaxprTracer.*outside of jax\.jit"):
+            block_sparse_attention(*arrays, MASK)
+    with pytest.raises(TypeError, match=r"outside of jax\.jit"):
+        interop.framework(traced)  # also when its type is known already
+
+
 @pytest.mark.parametrize("thing", [[0.0], 1.0, None, "q", object(), of("torchlike"), of("cupyx")])
 def test_what_is_no_array_is_refused(thing: Any) -> None:
     with pytest.raises(TypeError, match="DLPack"):
@@ -240,10 +251,13 @@ def test_what_16_byte_copies_can_read(candidate: Operand, aligned: bool) -> None
         assert interop.aligned(candidate) is candidate
 
 
-def fake_cupy(devices: Any) -> Any:
-    """CuPy as far as finding a GPU and a stream goes."""
+def fake_cupy(devices: Any, driver: int = 12_090, status: int = 100) -> Any:
+    """CuPy, built for CUDA 12.9, as far as finding a GPU and a stream goes."""
 
-    class CUDARuntimeError(RuntimeError): ...
+    class CUDARuntimeError(RuntimeError):
+        def __init__(self, message: str) -> None:
+            super().__init__(message)
+            self.status = status
 
     class Stream:
         def __init__(self, pointer: int) -> None:
@@ -268,7 +282,12 @@ def fake_cupy(devices: Any) -> Any:
             raise CUDARuntimeError(devices)
         return int(devices)
 
-    runtime = SimpleNamespace(getDeviceCount=count, CUDARuntimeError=CUDARuntimeError)
+    runtime = SimpleNamespace(
+        getDeviceCount=count,
+        driverGetVersion=lambda: driver,
+        runtimeGetVersion=lambda: 12_090,
+        CUDARuntimeError=CUDARuntimeError,
+    )
     current = Stream(77)
     return SimpleNamespace(
         cuda=SimpleNamespace(
@@ -284,10 +303,18 @@ def fake_cupy(devices: Any) -> Any:
     ("cupy", "part"),
     [
         (None, r"not installed.*tessera-cupy\[cuda12\]"),
-        (fake_cupy(0), "no device"),
-        (fake_cupy("driver is insufficient"), "driver is insufficient"),
+        (fake_cupy(0), r"shows no GPU \(no device\).*Fix: .*nvidia-smi.*CUDA_VISIBLE_DEVICES"),
+        (fake_cupy("ErrorNoDevice"), r"shows no GPU \(ErrorNoDevice\).*Fix: .*nvidia-smi"),
+        (
+            fake_cupy("driver is insufficient", driver=0, status=35),
+            r"here: there is no NVIDIA driver on this machine\. Fix: install.*NumPy arrays run",
+        ),
+        (
+            fake_cupy("driver is insufficient", driver=11_080, status=35),
+            r"here: the NVIDIA driver is for CUDA 11\.8, .*CuPy for CUDA 12\.9\. Fix: update",
+        ),
     ],
-    ids=["no CuPy", "no GPU", "no driver"],
+    ids=["no CuPy", "no GPU", "no GPU, with an error", "no driver", "old driver"],
 )
 def test_without_a_gpu_there_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch, cupy: Any, part: str
@@ -399,5 +426,5 @@ def test_output_in_the_memory_of_k_or_v_is_refused() -> None:
     operands = {"q": _flat(3000, 1, 2, 4, 8), "k": k, "v": v}
     for target, name in ((k, "k"), (v, "v")):
         with pytest.raises(ValueError, match=f"`out`.*memory that {name} uses"):
-            attention._check_apart(target, operands)
-    attention._check_apart(operands["q"], operands)
+            output.check_apart(target, operands)
+    output.check_apart(operands["q"], operands)
