@@ -55,16 +55,16 @@ ARCHS: dict[str, Arch] = {arch.name: arch for arch in _TABLE}
 
 
 def get_arch(name: str) -> Arch:
-    """Look an architecture up by name; ``sm_90`` and ``sm_90a`` are the same one.
+    """Look an architecture up by its name, or by that of a capability that it serves.
 
     Raises:
         ValueError: no architecture of that name has kernels; the message lists those that have.
 
-    >>> get_arch("sm_90").name
-    'sm_90a'
+    >>> get_arch("sm_90").name, get_arch("sm_87").name
+    ('sm_90a', 'sm_80')
     """
     for arch in ARCHS.values():
-        if name in (arch.name, arch.name.removesuffix("a")):
+        if name in (arch.name, *(f"sm_{major}{minor}" for major, minor in arch.capabilities)):
             return arch
     known = ", ".join(ARCHS)
     raise ValueError(wrong("arch", f"one of {known}", repr(name), "name one of them"))

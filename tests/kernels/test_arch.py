@@ -58,6 +58,13 @@ def test_suffix_may_be_left_out(name: str) -> None:
     assert get_arch(name) is ARCHS["sm_90a"]
 
 
+def test_every_capability_is_a_name_of_the_architecture_that_serves_it() -> None:
+    for arch in ARCHS.values():
+        for major, minor in arch.capabilities:
+            assert get_arch(f"sm_{major}{minor}") is arch_for((major, minor))
+    assert get_arch("sm_87").name == "sm_80"
+
+
 @pytest.mark.parametrize("name", ["sm_80a", "sm_70", "90", "", "SM_90"])
 def test_wrong_name_lists_the_right_ones(name: str) -> None:
     with pytest.raises(ValueError, match=r"`arch`: expected one of sm_80, .*sm_120a, got"):
