@@ -8,7 +8,7 @@
 (1, 2, 256, 64)
 """
 
-from tessera_cupy.attention import Plan, block_sparse_attention, make_plan
+from tessera_cupy.attention import block_sparse_attention, make_plan
 from tessera_cupy.errors import (
     KernelCompileError,
     KernelMissingError,
@@ -19,6 +19,7 @@ from tessera_cupy.errors import (
     UnsupportedGpuError,
 )
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.plan import Plan
 from tessera_cupy.regimes import PlanSpec, Table, load_table
 from tessera_cupy.request import ArraySpec
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tessera_cupy.mapping import issued_pairs, useful_fraction
 
 if TYPE_CHECKING:
-    from tessera_cupy.attention import Plan
+    from tessera_cupy.plan import Plan
 
 _Q_SIDE = {
     "retain": "a tile is a query block",

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from tessera_cupy import interop
-from tessera_cupy.attention import Plan, make_plan
+from tessera_cupy.attention import make_plan
 from tessera_cupy.bench import gpu
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.plan import Plan
 from tessera_cupy.regimes import Features, load_for
 
 #: torch backends of the table: column title and torch's name.

@@ -14,7 +14,7 @@ import numpy as np
 from rich.text import Text
 
 from tessera_cupy import interop, reference
-from tessera_cupy.attention import Plan, make_plan
+from tessera_cupy.attention import make_plan
 from tessera_cupy.bench import clips, gpu
 from tessera_cupy.bench.check import Check, check_rows
 from tessera_cupy.bench.extras import need
@@ -22,6 +22,7 @@ from tessera_cupy.bench.steps import Step, Steps
 from tessera_cupy.bench.summary import summary_table
 from tessera_cupy.errors import NoGpuError, wrong
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.plan import Plan
 from tessera_cupy.sparsifiers import Selection, spade
 from tessera_cupy.video import MODELS, VideoGrid
 

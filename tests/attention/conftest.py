@@ -238,11 +238,11 @@ def gpu(kernel_cache: Path) -> Any:
     """
     import cupy
 
-    from tessera_cupy.attention import gpu_arch
+    from tessera_cupy.gpus import arch_of
     from tessera_cupy.kernels.batch import build_all
     from tessera_cupy.kernels.catalog import catalog
 
-    arch = gpu_arch(cupy.cuda.Device().id)
+    arch = arch_of(cupy.cuda.Device().id)
     errors = [outcome.error for outcome in build_all(catalog(arch.name)) if outcome.error]
     assert not errors, errors[0]
     pool = cupy.get_default_memory_pool()

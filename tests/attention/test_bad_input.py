@@ -181,6 +181,27 @@ def test_out_of_another_shape_or_dtype() -> None:
     assert block_sparse_attention(q, k, k, MASK, layout="BSHD", out=turned) is turned
 
 
+def jax_array(shape: tuple[int, ...] = Q.shape) -> Any:
+    """Something that looks like a float16 array of JAX on the host."""
+    kind = type("ArrayImpl", (), {"__module__": "jaxlib._jax"})
+    made = kind()
+    made.shape, made.dtype, made.__dlpack_device__ = shape, np.dtype(np.float16), lambda: (1, 0)
+    return made
+
+
+def test_out_that_can_only_be_read() -> None:
+    out = zeros(*Q.shape)
+    out.flags.writeable = False
+    for given in (out, np.broadcast_to(zeros(1, 1, 128, 64), Q.shape)):
+        refused(ValueError, "`out`", "can be written", "read-only NumPy array",
+                "Fix: allocate it like q", "numpy.empty_like(q)", out=given)  # fmt: skip
+    assert not out.any()
+    immutable = ("`out`", "can be written", "JAX array, which never changes",
+                 "Fix: leave it out and use the result")  # fmt: skip
+    refused(TypeError, *immutable, out=jax_array())
+    refused(TypeError, *immutable, q=jax_array(), k=jax_array(K.shape), out=jax_array())
+
+
 def tensor(device: str, shape: tuple[int, ...] = Q.shape) -> Any:
     """Something that looks like a float16 tensor of torch."""
     kind = type("Tensor", (), {"__module__": "torch"})

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tessera_cupy
-from tessera_cupy import BlockMask, PlanSpec, attention, block_sparse_attention
+from tessera_cupy import BlockMask, PlanSpec, attention, block_sparse_attention, prepared
 from tessera_cupy.regimes import load_for
 
 BLOCKS = np.array([[1, 0, 1, 0], [0, 1, 1, 1], [1, 0, 0, 1]], bool)
@@ -41,8 +41,8 @@ class Counted:
 
 @pytest.fixture
 def mapped(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    counted = Counted(attention.map_mask)
-    monkeypatch.setattr(attention, "map_mask", counted)
+    counted = Counted(prepared.map_mask)
+    monkeypatch.setattr(prepared, "map_mask", counted)
     return counted
 
 
@@ -96,12 +96,10 @@ def test_a_plan_keeps_what_it_needs(case: Any, mapped: Counted) -> None:
 
 
 def test_sixteen_threads_prepare_once(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = {
-        name: Counted(getattr(attention, name), seconds=0.02)
-        for name in ("_choose", "map_mask", "organize")
-    }
-    for name, function in counted.items():
-        monkeypatch.setattr(attention, name, function)
+    counted = {}
+    for module, name in ((attention, "prepare"), (prepared, "map_mask"), (prepared, "organize")):
+        counted[name] = Counted(getattr(module, name), seconds=0.02)
+        monkeypatch.setattr(module, name, counted[name])
     case_ = case(small_mask())
     barrier = threading.Barrier(16)
     results: list[Any] = []
@@ -116,7 +114,7 @@ def test_sixteen_threads_prepare_once(case: Any, monkeypatch: pytest.MonkeyPatch
     for thread in threads:
         thread.join()
     assert {name: len(function.given) for name, function in counted.items()} == {
-        "_choose": 1,
+        "prepare": 1,
         "map_mask": 1,
         "organize": 1,
     }

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tessera_cupy import BlockMask, NoGpuError, attention, block_sparse_attention, interop
+from tessera_cupy import BlockMask, NoGpuError, block_sparse_attention, interop, output
 from tessera_cupy.interop import Operand
 
 MASK = BlockMask.from_dense([[1, 0, 1], [0, 1, 1]], (64, 64), (100, 150))

@@ -18,13 +18,14 @@ from tessera_cupy import (
     PlanNotEligibleError,
     PlanSpec,
     Table,
-    attention,
     block_sparse_attention,
     interop,
     make_plan,
 )
 from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.arch import ARCHS, Arch
+from tessera_cupy.kernels.catalog import catalog
+from tessera_cupy.organization import DeviceModel
 from tessera_cupy.regimes import load_for
 
 MASK = BlockMask.from_dense([[1, 0, 1], [0, 1, 1]], (64, 64), (100, 150))
@@ -91,7 +92,7 @@ def test_the_plan_carries_its_geometry() -> None:
         shape = plan.tiles().shape
         assert (shape.q, shape.kv) == (plan.config.tile_q, plan.config.tile_kv)
         assert (shape.q, shape.kv) == (plan.spec.tile_q, plan.spec.tile_kv)
-        assert plan.config in attention.catalog.catalog(name)
+        assert plan.config in catalog(name)
         assert plan.spec.name in repr(plan)
         assert name in repr(plan)
 
@@ -136,11 +137,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Pretend that every GPU is of an architecture."""
 
     def pretend(name: str) -> None:
-        monkeypatch.setattr(attention, "gpu_arch", lambda device: ARCHS[name])
+        monkeypatch.setattr("tessera_cupy.gpus.arch_of", lambda device: ARCHS[name])
 
-    monkeypatch.setattr(
-        attention, "device_model", lambda config, arch, device: attention.DeviceModel(1, 1, 1)
-    )
+    model = DeviceModel(sms=1, ctas_per_sm=1, l2_bytes=1)
+    monkeypatch.setattr("tessera_cupy.gpus.model_of", lambda config, arch, device: model)
     return pretend
 
 
@@ -254,7 +254,7 @@ def test_kernels_that_need_a_token_are_passed_over_without_one(tokens: tuple[int
 
 def test_a_gpu_with_too_little_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     small: Arch = replace(ARCHS["sm_89"], smem_block=16 << 10)
-    monkeypatch.setattr(attention, "get_arch", lambda name: small)
+    monkeypatch.setattr("tessera_cupy.attention.get_arch", lambda name: small)
     with pytest.raises(PlanNotEligibleError, match=r"bytes of shared memory.*allows 16384"):
         make_plan(MASK, SPEC)
 
@@ -267,7 +267,7 @@ def test_where_the_first_choice_does_not_fit_a_smaller_tile_is_chosen(
     usual = make_plan(mask, spec, arch="sm_89")
     limit = usual.config.smem_bytes - 1
     small: Arch = replace(ARCHS["sm_89"], smem_block=limit)
-    monkeypatch.setattr(attention, "get_arch", lambda name: small)
+    monkeypatch.setattr("tessera_cupy.attention.get_arch", lambda name: small)
     plan = make_plan(mask, spec, arch="sm_89")
     assert plan.config.smem_bytes <= limit
     assert plan.choice.passed_over[0][0] == usual.spec.name
@@ -411,7 +411,7 @@ def test_explain_names_every_part(name: str) -> None:
 
 
 def test_planning_leaves_the_mapping_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "map_mask", None)
+    monkeypatch.setattr("tessera_cupy.prepared.map_mask", None)
     plan = make_plan(MASK, SPEC)
     with pytest.raises(TypeError):
         plan.tiles()

@@ -1,0 +1,131 @@
+"""Which plan serves a request: the best-ranked one that the catalog and the mapping allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tessera_cupy.errors import PlanNotEligibleError, wrong
+from tessera_cupy.kernels import catalog
+from tessera_cupy.mapping import why_not
+from tessera_cupy.masks import BlockMask
+from tessera_cupy.regimes import Features, PlanSpec, Table, load_for
+from tessera_cupy.request import Request
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """Where a plan came from.
+
+    Attributes:
+        regime: name of the regime that ranked it.
+        why: the profile table's reason.
+        passed_over: (plan name, reason) of better-ranked plans that were not eligible.
+    """
+
+    regime: str
+    why: str
+    passed_over: tuple[tuple[str, str], ...]
+
+
+def choose(
+    mask: BlockMask, request: Request, regime: str | PlanSpec | Table
+) -> tuple[PlanSpec, catalog.KernelConfig, PlanChoice]:
+    """The first plan of the ranking that can serve the request, with its kernel.
+
+    Args:
+        mask: what to compute.
+        request: sizes, dtype, layout and architecture.
+        regime: as in :func:`tessera_cupy.make_plan`.
+
+    Raises:
+        PlanNotEligibleError: no plan of the ranking can serve it; the message gives each reason.
+        TypeError, ValueError: the regime is none.
+    """
+    regime = checked_regime(regime)
+    if isinstance(regime, PlanSpec):
+        ranking: tuple[PlanSpec, ...] = (regime,)
+        name, why = "given by the caller", "pinned"
+    else:
+        table = regime if isinstance(regime, Table) else load_for(request.arch.table)
+        choice = table.lookup(
+            Features.of(
+                mask,
+                batch=request.batch,
+                q_heads=request.q_heads,
+                dtype=request.kernel_dtype,
+                head_dim=request.head_dim,
+                layout=request.layout,
+            )
+        )
+        ranking, name, why = choice.ranking, choice.regime, choice.why
+    passed_over: list[tuple[str, str]] = []
+    for spec in ranking:
+        config, reason = eligible(spec, mask, request)
+        if config is not None:
+            return spec, config, PlanChoice(name, why, tuple(passed_over))
+        passed_over.append((spec.name, reason))
+    reasons = "; ".join(f"{plan}: {reason}" for plan, reason in passed_over)
+    raise not_eligible(", ".join(plan for plan, _ in passed_over), reasons, request)
+
+
+def checked_regime(regime: Any) -> str | PlanSpec | Table:
+    """``"auto"``, a table, or the plan that a name stands for.
+
+    Raises:
+        TypeError: it is of another type.
+        ValueError: a string that names no plan.
+    """
+    if isinstance(regime, (PlanSpec, Table)):
+        return regime
+    if isinstance(regime, str):
+        return "auto" if regime == "auto" else PlanSpec.parse(regime)
+    raise TypeError(
+        wrong(
+            "regime",
+            '"auto", a plan\'s name, a PlanSpec or a Table',
+            type(regime).__name__,
+            "leave it out",
+        )
+    )
+
+
+def eligible(
+    spec: PlanSpec, mask: BlockMask, request: Request
+) -> tuple[catalog.KernelConfig | None, str]:
+    """The kernel that runs a plan for this request, or None and the reason."""
+    bits = len(mask.token_bits) > 0
+    config = catalog.find(
+        request.arch.name,
+        spec.kernel,
+        request.kernel_dtype,
+        request.head_dim,
+        spec.tile_q,
+        spec.tile_kv,
+        bits,
+    )
+    if config is None:
+        kind = "with token bits " if bits else ""
+        return None, (
+            f"the catalog of {request.arch.name} has no {spec.kernel} kernel {kind}with "
+            f"{spec.tile_q}x{spec.tile_kv} tiles for head dim {request.head_dim}"
+        )
+    if config.kernel == "attend_wgmma" and min(request.sq, request.skv, request.batch) == 0:
+        return None, "attend_wgmma needs at least one query and one key for its tensor maps"
+    reason = catalog.why_not(config, request.arch.smem_block) or why_not(
+        spec.mapping, mask, spec.tile_q, spec.tile_kv
+    )
+    return (None, reason) if reason else (config, "")
+
+
+def not_eligible(plan: str, reason: str, request: Request) -> PlanNotEligibleError:
+    """The error for plans that cannot serve a request."""
+    return PlanNotEligibleError(
+        wrong(
+            "regime",
+            f"a plan that can serve {request.q_heads} heads of {request.head_dim} in "
+            f"{request.dtype} on {request.arch.name}",
+            f"{plan} ({reason})",
+            'use "auto"',
+        )
+    )

@@ -1,0 +1,106 @@
+"""What may be passed as ``out=``: an array like q that can be written, apart from k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tessera_cupy import interop
+from tessera_cupy.errors import wrong
+from tessera_cupy.request import Request
+
+
+def check_out(out: Any, q: Any, request: Request, *, on_gpu: bool) -> None:
+    """Refuse an output that is not like q or that cannot be written; nothing is touched.
+
+    Args:
+        out: what the caller gave.
+        q: the queries, whose library, shape, dtype and device it must have.
+        request: shape and dtype, checked already.
+        on_gpu: whether q is in GPU memory.
+
+    Raises:
+        TypeError: an array of another library, or one that only reads.
+        ValueError: another shape, dtype or place, a read-only array, or rows that the kernels
+            cannot store 16 bytes at a time.
+    """
+    _check_library(interop.framework(out), interop.framework(q))
+    got = (tuple(out.shape), interop.dtype_name(out))
+    expected = (request.q_shape, request.dtype)
+    if got != expected:
+        raise ValueError(wrong("out", f"shape and dtype {expected}", got, "allocate it like q"))
+    if not on_gpu:
+        _check_on_host(out)
+        return
+    target, source = interop.device_operand(out, "out"), interop.device_operand(q, "q")
+    if target.device != source.device:
+        raise ValueError(
+            wrong("out", f"q's device {source.device}", f"device {target.device}", "move it there")
+        )
+    if not interop.is_aligned(target):
+        raise ValueError(
+            wrong(
+                "out",
+                "a contiguous head dim and 16-byte aligned rows",
+                f"strides {target.strides} elements at address {target.pointer:#x}",
+                "leave it out, or allocate it like q",
+            )
+        )
+
+
+def check_apart(target: interop.Operand, operands: dict[str, interop.Operand]) -> None:
+    """Refuse to write where other tasks still read: K and V. Each task has read its own Q.
+
+    Raises:
+        ValueError: the output shares memory with k or v.
+    """
+    for name in ("k", "v"):
+        if interop.overlaps(target, operands[name]):
+            raise ValueError(
+                wrong("out", "memory of its own", f"memory that {name} uses", "allocate another")
+            )
+
+
+def _check_library(kind: str, wanted: str) -> None:
+    if kind == "jax":
+        raise TypeError(
+            wrong(
+                "out",
+                "an array that can be written",
+                "a JAX array, which never changes",
+                "leave it out and use the result",
+            )
+        )
+    if kind != wanted:
+        raise TypeError(
+            wrong(
+                "out",
+                f"an array of q's library, {wanted}",
+                f"one of {kind}",
+                "allocate it like q, or leave it out",
+            )
+        )
+    if kind == "dlpack":
+        raise TypeError(
+            wrong(
+                "out",
+                "an array of CuPy, torch or NumPy, as q",
+                "one that can only be read, through DLPack",
+                "leave it out, or pass all arrays as CuPy's",
+            )
+        )
+
+
+def _check_on_host(out: Any) -> None:
+    if not interop.on_host(out):
+        raise ValueError(
+            wrong("out", "an array in host memory, as q", "one on a GPU", "allocate it like q")
+        )
+    if interop.framework(out) == "numpy" and not out.flags.writeable:
+        raise ValueError(
+            wrong(
+                "out",
+                "an array that can be written",
+                "a read-only NumPy array",
+                "allocate it like q, for example with numpy.empty_like(q)",
+            )
+        )
