@@ -128,6 +128,7 @@ class BlockMask(BlockGrid):
         return cls._build(dense_entries(blocks), (batch, heads), grid, device)
 
     @classmethod
+    @readers.refuse_matrix
     def from_csr(
         cls,
         indptr: Any,
@@ -161,7 +162,7 @@ class BlockMask(BlockGrid):
             token_bits: (P, rows, words) uint32 as in the attribute of that name.
 
         Raises:
-            TypeError: a dtype that is no integer.
+            TypeError: a dtype that is no integer, or a matrix in place of its arrays.
             ValueError: a column out of range or listed twice in a row, an ``indptr`` that
                 does not fit, or shapes or sizes that disagree.
         """

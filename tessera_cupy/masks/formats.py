@@ -30,7 +30,7 @@ def to_host(array: Any, name: str) -> tuple[NDArray[Any], int | None]:
         The NumPy array, and the ordinal of its GPU or None.
 
     Raises:
-        TypeError: the object is no array.
+        TypeError: the object is no array of bools or numbers.
         ValueError: a nested list is uneven.
         NoGpuError: the array is on a GPU and CuPy cannot be imported.
 
@@ -40,6 +40,15 @@ def to_host(array: Any, name: str) -> tuple[NDArray[Any], int | None]:
     """
     if isinstance(array, np.ndarray):
         return _checked(array, name), None
+    if is_sparse(array):
+        raise TypeError(
+            wrong(
+                name,
+                "an array",
+                f"a sparse {type(array).__name__}",
+                "pass .toarray(), or a matrix of tokens to BlockMask.from_bsr",
+            )
+        )
     if _on_gpu(array):
         host, device = _from_gpu(array, name)
         return _checked(host, name), device
@@ -50,7 +59,7 @@ def to_host(array: Any, name: str) -> tuple[NDArray[Any], int | None]:
             # Old producers export no bool and no read-only data; __array__ serves them.
             pass
     try:
-        host = np.asarray(_detached(array))
+        host = np.asarray(_detached(array, name))
     except ValueError as error:
         raise ValueError(
             wrong(name, "an even array", f"an uneven list ({error})", "pad the rows to one length")
@@ -113,7 +122,7 @@ def with_heads(array: NDArray[Any], rank: int, name: str, axes: str) -> NDArray[
                 name,
                 f"shape ({axes}), (H, {axes}) or (B, H, {axes})",
                 f"shape {array.shape}",
-                "add or drop leading axes",
+                "add axes, as in array[None], or drop some, as in array[0]",
             )
         )
     array = array.reshape((1,) * (rank + 2 - array.ndim) + array.shape)
@@ -129,12 +138,21 @@ def with_heads(array: NDArray[Any], rank: int, name: str, axes: str) -> NDArray[
     return array
 
 
+def is_sparse(array: Any) -> bool:
+    """Whether it is a sparse matrix or array, of SciPy or CuPy."""
+    return hasattr(array, "tocsr")
+
+
 def _checked(array: NDArray[Any], name: str) -> NDArray[Any]:
     if array.dtype.kind not in "biufc":
-        raise TypeError(
-            wrong(name, "an array of numbers", f"dtype {array.dtype}", "pass bools or integers")
-        )
+        raise _no_bools(name, array.dtype)
     return array
+
+
+def _no_bools(name: str, dtype: Any) -> TypeError:
+    expected = "an array of bools or integers (in a mask, 0 or 1)"
+    fix = "convert it to bool, as in mask != 0, or to int32"
+    return TypeError(wrong(name, expected, f"dtype {dtype}", fix))
 
 
 def _on_gpu(array: Any) -> bool:
@@ -166,13 +184,16 @@ def _from_gpu(array: Any, name: str) -> tuple[NDArray[Any], int]:
             raise
         ordinal = int(array.__dlpack_device__()[1])
         cupy.cuda.Device(ordinal).synchronize()
-        return np.asarray(_detached(array)), ordinal
+        return np.asarray(_detached(array, name)), ordinal
     with cupy.cuda.Device(on_gpu.device.id) as device:
         device.synchronize()
         return cupy.asnumpy(on_gpu), int(device.id)
 
 
-def _detached(array: Any) -> Any:
-    if hasattr(array, "detach") and hasattr(array, "cpu"):
+def _detached(array: Any, name: str) -> Any:
+    if not (hasattr(array, "detach") and hasattr(array, "cpu")):
+        return array
+    try:
         return array.detach().cpu().numpy()
-    return array
+    except TypeError as error:  # NumPy has no bfloat16
+        raise _no_bools(name, array.dtype) from error

@@ -113,7 +113,7 @@ def resolve_grid(
     for side in (0, 1):
         if given[side] is None:
             _check_block(block, side)
-            length[side] = _uniform_length(num_blocks, block, tokens, side)
+            length[side] = _uniform_length(num_blocks, block, tokens, side, given)
         else:
             if block[side] < 1:
                 raise ValueError(
@@ -180,20 +180,29 @@ def _check_block(block: tuple[int, int], side: int) -> None:
 
 
 def _uniform_length(
-    num_blocks: tuple[int, int], block: tuple[int, int], shape: tuple[int, int] | None, side: int
+    num_blocks: tuple[int, int],
+    block: tuple[int, int],
+    shape: tuple[int, int] | None,
+    side: int,
+    ragged: tuple[Any, Any],
 ) -> int:
     count, size = num_blocks[side], block[side]
     if shape is None:
         return count * size
     needed = -(-shape[side] // size)
     if needed != count:
+        whole = tuple(
+            n * b if sizes is None else tokens
+            for n, b, tokens, sizes in zip(num_blocks, block, shape, ragged, strict=True)
+        )
         covers = f"{(count - 1) * size + 1} to {count * size}" if count else "0"
         raise ValueError(
             wrong(
                 "shape",
                 f"{covers} {_SIDES[side]} tokens, as the mask has {count} blocks of {size}",
                 f"{shape[side]} tokens, which need {needed} blocks",
-                "build the mask for this length, or pass the block_size that it was built with",
+                f"pass tokens, such as shape={whole} with whole blocks, or build the mask "
+                "for this length",
             )
         )
     return shape[side]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +12,10 @@ from numpy.typing import NDArray
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import bits as token_bit
 from tessera_cupy.masks.entries import Entries, full_entries, place
-from tessera_cupy.masks.formats import as_integers, to_host, with_heads
+from tessera_cupy.masks.formats import as_integers, is_sparse, to_host, with_heads
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def positive_axes(batch: int, heads: int) -> tuple[int, int]:
@@ -59,6 +64,33 @@ def packed_blocks(bits: NDArray[Any], num_blocks: tuple[int, int]) -> NDArray[np
             )
         )
     return np.unpackbits(octets, axis=-1, count=nk, bitorder="little").view(np.bool_)
+
+
+def refuse_matrix(
+    method: Callable[_Arguments, _Result],
+) -> Callable[_Arguments, _Result]:
+    """Make a constructor from CSR arrays say what to do with a whole matrix.
+
+    Around the method, since a caller with a matrix leaves the other arguments out.
+    """
+
+    @wraps(method)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        for argument in (*args, *kwargs.values()):
+            if is_sparse(argument):
+                raise TypeError(
+                    wrong(
+                        "indptr",
+                        "the offsets of a CSR, and its columns as indices",
+                        f"a whole {type(argument).__name__}",
+                        "for a matrix with an element a block pass matrix.indptr, matrix.indices, "
+                        "matrix.shape and the block size; for one with an element a token call "
+                        "BlockMask.from_bsr(matrix.tobsr(blocksize=(64, 64)))",
+                    )
+                )
+        return method(*args, **kwargs)
+
+    return checked
 
 
 def csr_entries(

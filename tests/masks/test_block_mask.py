@@ -231,11 +231,22 @@ def refusals() -> dict[str, tuple[Any, list[str]]]:
     return {
         "another length": (
             lambda: dense(SQUARE, UNIFORM, (1200, 1280)),
-            ["`shape`", "1217 to 1280 query", "20 blocks of 64", "1200 tokens", "19 blocks"],
+            [
+                "`shape`",
+                "1217 to 1280 query",
+                "20 blocks of 64",
+                "1200 tokens",
+                "19 blocks",
+                "such as shape=(1280, 1280)",
+            ],
         ),
         "another key length": (
             lambda: dense(SQUARE, UNIFORM, (1280, 1200)),
             ["`shape`", "1217 to 1280 key", "20 blocks of 64", "1200 tokens", "19 blocks"],
+        ),
+        "another length beside ragged keys": (
+            lambda: dense([[1, 1]], UNIFORM, (100, 100), kv_block_sizes=[60, 40]),
+            ["`shape`", "1 to 64 query", "such as shape=(64, 100)"],
         ),
         "64 declared as 128": (
             lambda: dense(SQUARE, (128, 128), (1280, 1280)),
@@ -378,6 +389,18 @@ def refusals() -> dict[str, tuple[Any, list[str]]]:
             lambda: packed(np.packbits([[1, 0, 0]], axis=-1), (1, 3), UNIFORM),
             ["`bits`", "zeros past column 2", 'bitorder="little"'],
         ),
+        "CSR matrix": (
+            lambda: csr(scipy.sparse.csr_matrix(np.eye(64))),  # type: ignore[call-arg]
+            ["`indptr`", "csr_matrix", "matrix.indptr, matrix.indices, matrix.shape", "from_bsr"],
+        ),
+        "CSR array with a block size": (
+            lambda: csr(indptr=scipy.sparse.csr_array(np.eye(64)), block_size=UNIFORM),  # type: ignore[call-arg]
+            ["`indptr`", "csr_array", "matrix.indptr, matrix.indices, matrix.shape", "from_bsr"],
+        ),
+        "sparse matrix as a mask": (
+            lambda: dense(scipy.sparse.csr_array(np.eye(64)), UNIFORM),
+            ["`mask`", "csr_array", ".toarray()", "from_bsr"],
+        ),
         "no BSR": (
             lambda: bsr(scipy.sparse.csr_array(np.eye(32))),
             ["`bsr`", "bsr_array", "csr_array", "tobsr"],
@@ -400,6 +423,12 @@ def test_refusals_name_argument_expected_got_and_fix(name: str) -> None:
     assert re.fullmatch(r"`[\w, ]+`: expected .+, got .+\. Fix: .+\.", message), message
     for word in words:
         assert word in message
+
+
+def test_arrays_of_a_csr_matrix_of_blocks_are_what_the_message_says() -> None:
+    blocks = scipy.sparse.csr_matrix(np.tri(4))
+    mask = BlockMask.from_csr(blocks.indptr, blocks.indices, blocks.shape, UNIFORM)
+    np.testing.assert_array_equal(mask.to_dense()[0, 0], np.tri(4, dtype=bool))
 
 
 def test_duplicate_bsr_blocks_are_refused() -> None:

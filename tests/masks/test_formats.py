@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -140,7 +141,7 @@ def test_a_gpu_array_without_cupy_is_one_clear_error(monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("array", "error", "words"),
     [
-        (None, TypeError, "`mask`: expected an array of numbers, got dtype object"),
+        (None, TypeError, "`mask`: expected an array of bools or integers .*, got dtype object"),
         ("abc", TypeError, "got dtype <U3"),
         ([[1, 0], [1]], ValueError, "`mask`: expected an even array"),
         (np.array([object()]), TypeError, "got dtype object"),
@@ -170,6 +171,34 @@ def test_float_masks_and_indices_are_type_errors(dtype: Any) -> None:
         BlockMask.from_dense([[1]], (64, 64), kv_block_sizes=np.ones(1, dtype))
 
 
+@pytest.mark.parametrize("kind", [(1, 0), (2, 1)], ids=["host", "GPU"])
+def test_bfloat16_tensors_of_torch_are_type_errors(kind: Any, monkeypatch: Any) -> None:
+    class Tensor(RefusesDlpack):
+        dtype = "torch.bfloat16"
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return kind
+
+        def numpy(self) -> np.ndarray:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+
+    cupy = fake_cupy([])
+    cupy.from_dlpack = lambda tensor: tensor.__dlpack__()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for call, name in (
+        (lambda x: BlockMask.from_dense(x, (64, 64)), "mask"),
+        (lambda x: BlockMask.from_tokens(x, (64, 64)), "token_mask"),
+        (lambda x: BlockMask.from_csr([0, 1], x, (1, 1), (64, 64)), "indices"),
+    ):
+        with pytest.raises(TypeError, match=f"`{name}`.*bools or integers.*torch.bfloat16.*Fix"):
+            call(Tensor(BLOCKS))
+
+
+def test_bfloat16_arrays_are_type_errors() -> None:
+    with pytest.raises(TypeError, match=r"`mask`.*bools or integers.*dtype bfloat16.*mask != 0"):
+        BlockMask.from_dense(BLOCKS.astype(ml_dtypes.bfloat16), (64, 64))
+
+
 def test_bool_indices_are_type_errors() -> None:
     with pytest.raises(TypeError, match="`indices`: expected integers, got dtype bool"):
         as_integers(np.ones(3, bool), "indices")
@@ -185,7 +214,10 @@ def test_integers_other_than_0_and_1_are_refused(value: int, dtype: Any) -> None
 
 @pytest.mark.parametrize("shape", [(), (3,), (1, 1, 1, 2, 3)])
 def test_wrong_ranks_name_the_axes(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"`mask`: expected shape \(nq, nk\), \(H, nq, nk\) or"):
+    words = (
+        r"`mask`: expected shape \(nq, nk\), \(H, nq, nk\) or .*Fix: add axes, as in array\[None\]"
+    )
+    with pytest.raises(ValueError, match=words):
         BlockMask.from_dense(np.zeros(shape, bool), (64, 64))
 
 
