@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tessera_cupy.interop import GPU_DTYPES
 from tessera_cupy.mapping import issued_pairs, useful_fraction
+from tessera_cupy.regimes.naming import bucketed_axes
 
 if TYPE_CHECKING:
     from tessera_cupy.plan import Plan
@@ -93,26 +95,90 @@ def summary(plan: Plan) -> dict[str, Any]:
 def explain(plan: Plan) -> str:
     """A plan in a few lines: what was chosen, why, and what it costs."""
     s = summary(plan)
+    lines = _facts(plan, s)
+    lines += [("passed over", f"{p['plan']}: {p['reason']}") for p in s["passed_over"]]
+    return _aligned(lines)
+
+
+def brief(plan: Plan) -> str:
+    """A plan in three lines: its name, its mapping, and the tiles with their useful fraction."""
+    lines = dict(_facts(plan, summary(plan)))
+    mapping = plan.spec.mapping
+    return _aligned(
+        [
+            ("plan", lines["plan"]),
+            ("mapping", f"Q {mapping.q}, KV {mapping.kv}"),
+            ("tiles", lines["tiles"]),
+        ]
+    )
+
+
+def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
+    """The lines of :func:`explain`, as titles and texts."""
     mapping, organization = plan.spec.mapping, plan.spec.organization
     order = [text for part, text in _ORGANIZATION.items() if getattr(organization, part)]
-    r, mask = s["request"], s["mask"]
-    lines = [
-        f"plan          {s['name']} on {s['arch']}",
-        f"regime        {s['regime']}: {s['why']}",
-        f"request       batch {r['batch']}, heads {r['q_heads']} over {r['kv_heads']} KV heads, "
-        f"{r['sq']:,} x {r['skv']:,} tokens, head dim {r['head_dim']}, {r['dtype']}, {r['layout']}",
-        f"mask          blocks {mask['block_size'][0]}x{mask['block_size'][1]}, "
-        f"density {mask['density']:.3f}, run coverage {mask['run_coverage']:.2f}",
-        f"mapping       Q {mapping.q}: {_Q_SIDE[mapping.q]}; KV {mapping.kv}: "
-        f"{_KV_SIDE[mapping.kv]}",
-        f"tiles         {s['tiles']:,} of {plan.spec.tile_q} rows, {s['steps']:,} steps of "
-        f"{plan.spec.tile_kv} columns from {s['fragments']:,} fragments; "
-        f"useful fraction {s['useful_fraction']:.2f}",
-        f"organization  {organization.name}: {'; '.join(order) or 'row order'}",
-        f"tasks         {s['tasks']:,}, {s['split_tiles']:,} tiles split",
-        f"kernel        {s['kernel']['name']}: {s['kernel']['why']}",
-        f"work          {s['flops'] / 1e12:.3f} TFLOP active, {s['issued_flops'] / 1e12:.3f} "
-        f"issued; {s['bytes']['kv_loaded'] / 1e9:.3f} GB of K and V loaded",
+    r, mask, loaded = s["request"], s["mask"], s["bytes"]["kv_loaded"]
+    return [
+        ("plan", f"{s['name']} for {s['arch']}"),
+        ("regime", s["regime"]),
+        ("why", _why(s["regime"], s["why"])),
+        (
+            "request",
+            f"batch {r['batch']}, heads {r['q_heads']} over {r['kv_heads']} KV heads, "
+            f"{r['sq']:,} x {r['skv']:,} tokens, head dim {r['head_dim']}, {r['dtype']}, "
+            f"{r['layout']}",
+        ),
+        (
+            "mask",
+            f"blocks {mask['block_size'][0]}x{mask['block_size'][1]}, "
+            f"density {mask['density']:.3f}, run coverage {mask['run_coverage']:.2f}",
+        ),
+        (
+            "mapping",
+            f"Q {mapping.q}: {_Q_SIDE[mapping.q]}; KV {mapping.kv}: {_KV_SIDE[mapping.kv]}",
+        ),
+        (
+            "tiles",
+            f"{s['tiles']:,} of {plan.spec.tile_q} rows, {s['steps']:,} steps of "
+            f"{plan.spec.tile_kv} columns from {s['fragments']:,} fragments; "
+            f"useful fraction {s['useful_fraction']:.2f}",
+        ),
+        ("organization", f"{organization.name}: {'; '.join(order) or 'row order'}"),
+        ("tasks", f"{s['tasks']:,}, {s['split_tiles']:,} tiles split"),
+        ("kernel", f"{s['kernel']['name']}: {s['kernel']['why']}"),
+        ("runs on", _runs_on(r["dtype"], s["arch"])),
+        (
+            "work",
+            f"{_scaled(s['flops'], 'FLOP')} active, {_scaled(s['issued_flops'], 'FLOP')} issued; "
+            f"{_scaled(loaded, 'B')} of K and V loaded",
+        ),
     ]
-    lines += [f"passed over   {p['plan']}: {p['reason']}" for p in s["passed_over"]]
-    return "\n".join(lines)
+
+
+def _aligned(lines: list[tuple[str, str]]) -> str:
+    return "\n".join(f"{title:<14}{text}" for title, text in lines)
+
+
+def _why(regime: str, why: str) -> str:
+    """A key has one reason for all of its buckets, so say which of them it speaks of."""
+    axes = bucketed_axes(regime)
+    return f"(for every {' and '.join(axes)}) {why}" if axes else why
+
+
+def _runs_on(dtype: str, arch: str) -> str:
+    numpy = "the NumPy executor, tile by tile as the kernel would"
+    if dtype not in GPU_DTYPES:
+        return f"the CPU, since no kernel takes {dtype}: {numpy}"
+    return f"a GPU of {arch} with that kernel; arrays in host memory: {numpy}"
+
+
+def _scaled(amount: float, unit: str) -> str:
+    """An amount with the largest prefix that leaves it above one.
+
+    >>> _scaled(2_621_440, "FLOP")
+    '2.6 MFLOP'
+    """
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if amount >= size:
+            return f"{amount / size:.1f} {prefix}{unit}"
+    return f"{amount:.0f} {unit}"

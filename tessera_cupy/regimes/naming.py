@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import inf
 
@@ -25,6 +26,16 @@ def key_name(match: Match) -> str:
 def bucket_name(when: Sequence[Interval]) -> str:
     """Name a box of buckets, one interval for each of :data:`AXES`; empty for all of them."""
     return " ".join(filter(None, map(_bounds, AXES, when)))
+
+
+def bucketed_axes(name: str) -> list[str]:
+    """The axes that a regime's name gives bounds for, in the order of :data:`AXES`.
+
+    >>> bucketed_axes("sm90 q64k64 d<=128 tokens<32768 0.1<=density<0.3")
+    ['tokens', 'density']
+    """
+    words = re.split(r"[\s<>=]+", name)
+    return [axis for axis in AXES if axis in words]
 
 
 def _flag(value: bool | None, on: str, off: str) -> str:

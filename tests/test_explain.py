@@ -1,0 +1,84 @@
+"""A plan's text: units that suit the size, whose reasons they are, and what runs it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tessera_cupy import ArraySpec, BlockMask, make_plan
+from tessera_cupy.explain import brief
+from tessera_cupy.plan import Plan
+from tessera_cupy.regimes import Features, load_for
+from tessera_cupy.regimes.naming import bucketed_axes
+
+MASK = BlockMask.from_dense(np.tri(5, dtype=bool), (64, 64))
+
+
+def plan(mask: BlockMask = MASK, dim: int = 128, dtype: str = "bfloat16", heads: int = 1) -> Plan:
+    return make_plan(mask, ArraySpec((1, heads, mask.shape[0], dim), dtype), arch="sm_90a")
+
+
+def line(text: str, title: str) -> str:
+    """What a text says under a title."""
+    (found,) = [part for part in text.splitlines() if part.startswith(f"{title} ")]
+    return found.removeprefix(title).strip()
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "dim", "active"),
+    [
+        (1, 1, 8, "131.1 kFLOP"),
+        (1, 1, 64, "1.0 MFLOP"),
+        (8, 40, 128, "5.4 GFLOP"),
+        (512, 8, 128, "4.4 TFLOP"),
+    ],
+)
+def test_work_has_a_unit_that_suits_it(rows: int, heads: int, dim: int, active: str) -> None:
+    mask = BlockMask.from_dense(np.ones((rows, rows), bool), (64, 64))
+    work = line(plan(mask, dim, heads=heads).explain(), "work")
+    assert work.startswith(f"{active} active, ")
+    assert " 0.0" not in work
+
+
+def test_no_work_is_zero() -> None:
+    mask = BlockMask.from_dense(np.zeros((2, 2), bool), (64, 64))
+    work = line(plan(mask).explain(), "work")
+    assert work == "0 FLOP active, 0 FLOP issued; 0 B of K and V loaded"
+
+
+def test_a_reason_for_several_buckets_says_so() -> None:
+    split = plan()
+    assert line(split.explain(), "regime").endswith(" density<0.75")
+    assert line(split.explain(), "why") == f"(for every density) {split.choice.why}"
+    whole = plan(BlockMask.from_dense(np.tri(3, dtype=bool), (128, 128)))
+    assert "density" not in whole.choice.regime
+    assert line(whole.explain(), "why") == whole.choice.why
+
+
+def test_every_axis_of_a_regimes_name_is_found() -> None:
+    found = bucketed_axes("sm90 q64k64 d<=128 heads<4 tokens>=32768 0.1<=density<0.3")
+    assert found == ["heads", "tokens", "density"]
+    assert bucketed_axes("sm90 base (no key for q8k8 d64 float16 BHSD)") == []
+    assert bucketed_axes("given by the caller") == []
+    table = load_for("sm90")
+    features = Features.of(MASK, batch=1, q_heads=1, dtype="float16", head_dim=64, layout="BHSD")
+    assert bucketed_axes(table.lookup(features).regime) == ["density"]
+
+
+def test_it_says_what_runs_the_plan() -> None:
+    on_cpu = plan(dtype="float32").explain()
+    assert line(on_cpu, "runs on").startswith("the CPU, since no kernel takes float32: the NumPy")
+    either = line(plan().explain(), "runs on")
+    assert either.startswith("a GPU of sm_90a with that kernel; arrays in host memory: the NumPy")
+    assert " on sm_90a" not in on_cpu
+
+
+def test_brief_is_three_lines() -> None:
+    made = plan()
+    text = brief(made)
+    assert len(text.splitlines()) == 3
+    assert line(text, "plan") == f"{made.spec.name} for sm_90a"
+    assert line(text, "mapping") == f"Q {made.spec.mapping.q}, KV {made.spec.mapping.kv}"
+    assert line(text, "tiles") == line(made.explain(), "tiles")
+    assert f"{len(made.tiles())} of {made.spec.tile_q} rows" in text
+    assert f"useful fraction {made.summary()['useful_fraction']:.2f}" in text
