@@ -24,6 +24,7 @@ from tessera_cupy.kernels import batch, toolchain
 from tessera_cupy.kernels.arch import ARCHS
 from tessera_cupy.kernels.catalog import catalog
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.regimes import load_for
 from tessera_cupy.request import ArraySpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,6 +87,7 @@ def mask_file(tmp_path: Path) -> Path:
         ["cache", "build", "--arch", "sm_75"],
         ["cache", "build", "--dtype", "float32"],
         ["demo", "--grid", "1", "2"],
+        ["plan", "--mask", "m.npy", "--block", "64", "64", "--heads-kv", "0"],
     ],
     ids=" ".join,
 )
@@ -150,7 +152,9 @@ def test_reader_that_goes_away_is_no_error() -> None:
 
 def test_error_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     missing = str(tmp_path / "none.npy")
-    assert missing in one_line_error(["plan", "--mask", missing, "--block", "64", "64"], capsys)
+    line = one_line_error(["plan", "--mask", missing, "--block", "64", "64"], capsys)
+    assert "`--mask`: expected a .npy file" in line
+    assert f"got {missing} (No such file or directory). Fix: " in line
 
 
 def test_error_as_json(tmp_path: Path, capsys: Capture) -> None:
@@ -169,12 +173,15 @@ def test_traceback_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 # Plan
 
 
-def test_plan_names_the_plan(mask_file: Path, capsys: Capture) -> None:
+def test_plan_says_name_mapping_tiles_and_useful_fraction(mask_file: Path, capsys: Capture) -> None:
     arguments = ["plan", "--mask", str(mask_file), "--block", "64", "64", "--arch", "sm_80"]
     assert main(arguments) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("attend_mma/q")
-    assert line.endswith(" on sm_80")
+    name, mapping, tiles = capsys.readouterr().out.splitlines()
+    assert name.startswith("plan          attend_mma/q")
+    assert name.endswith(" for sm_80")
+    assert mapping == "mapping       Q retain, KV pack"
+    assert tiles.startswith("tiles         15 of 64 rows, ")
+    assert "useful fraction 1.00" in tiles
 
 
 def test_plan_explains(mask_file: Path, capsys: Capture) -> None:
@@ -205,9 +212,54 @@ def test_plan_takes_a_pinned_regime_and_broadcasts_heads(tmp_path: Path, capsys:
     assert report == json.loads(json.dumps(plain(plan.summary())))
 
 
+def test_plan_takes_grouped_heads(mask_file: Path, capsys: Capture) -> None:
+    arguments = ["plan", "--mask", str(mask_file), "--block", "64", "64", "--shape", "300", "290"]
+    report = run_json([*arguments, "--heads-kv", "1", "--arch", "sm_80"], capsys)
+    assert (report["request"]["q_heads"], report["request"]["kv_heads"]) == (3, 1)
+    mask = BlockMask.from_dense(np.load(mask_file), (64, 64), (300, 290))
+    k = ArraySpec((1, 1, 290, 128))
+    plan = make_plan(mask, ArraySpec((1, 3, 300, 128)), k, arch="sm_80")
+    assert report == json.loads(json.dumps(plain(plan.summary())))
+    line = one_line_error([*arguments, "--heads-kv", "2", "--arch", "sm_80"], capsys)
+    assert "`--heads-kv`: expected a number of heads that divides q's 3, got 2" in line
+
+
+@pytest.mark.parametrize("regime", ["foo", "attend_mma/q64k64/foo-pack/rows"])
+def test_plan_lists_the_plans_for_a_name_that_is_none(
+    regime: str, mask_file: Path, capsys: Capture
+) -> None:
+    arguments = ["plan", "--mask", str(mask_file), "--block", "64", "64", "--arch", "sm_89"]
+    line = one_line_error([*arguments, "--regime", regime], capsys)
+    assert line.startswith("tessera-cupy: `--regime`: expected auto or a plan's name")
+    assert f"got '{regime}'" in line
+    for spec in load_for("sm89").plans():
+        assert spec.name in line
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        (["--block", "60", "64"], "`--block`: expected multiples of 8"),
+        (["--block", "64", "64", "--shape", "5", "5"], "`--shape`: expected 257 to 320 query"),
+        (["--block", "64", "64", "--arch", "sm_1"], "`--arch`: expected one of sm_80"),
+        (["--block", "64", "64", "--head-dim", "12"], "`--head-dim`: expected a head dim"),
+        (["--block", "64", "64", "--heads-q", "2"], "`--mask`: expected a head axis of 1 or 2"),
+        (
+            ["--block", "64", "64", "--regime", "attend_mma/q64k64/split-pack/rows"],
+            "`--regime`: expected a plan that can serve",
+        ),
+    ],
+)
+def test_plan_names_the_option_that_is_wrong(
+    options: list[str], start: str, mask_file: Path, capsys: Capture
+) -> None:
+    line = one_line_error(["plan", "--mask", str(mask_file), *options], capsys)
+    assert line.startswith(f"tessera-cupy: {start}")
+
+
 def test_plan_without_a_gpu_or_arch(mask_file: Path, no_gpu: None, capsys: Capture) -> None:
     assert main(["plan", "--mask", str(mask_file), "--block", "64", "64"]) == 0
-    assert capsys.readouterr().out.endswith(" on sm_90a\n")
+    assert " for sm_90a\n" in capsys.readouterr().out
 
 
 def test_plan_is_for_the_gpu_that_is_here(
@@ -216,7 +268,7 @@ def test_plan_is_for_the_gpu_that_is_here(
     device = gpu.Device(0, "RTX 4090", (8, 9), 128, 24 << 30)
     monkeypatch.setattr(gpu, "devices", lambda: [device])
     assert main(["plan", "--mask", str(mask_file), "--block", "64", "64"]) == 0
-    assert capsys.readouterr().out.endswith(" on sm_89\n")
+    assert " for sm_89\n" in capsys.readouterr().out
 
 
 def test_plan_refuses_a_shape_that_does_not_fit(mask_file: Path, capsys: Capture) -> None:
@@ -236,7 +288,9 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("kind", ["object array", "pickle", "archive", "truncated", "empty"])
+@pytest.mark.parametrize(
+    "kind", ["object array", "pickle", "archive", "truncated", "empty", "text", "folder"]
+)
 def test_plan_refuses_files_that_are_no_array(kind: str, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "mask.npy"
     made = tmp_path / "made-by-the-payload"
@@ -250,11 +304,34 @@ def test_plan_refuses_files_that_are_no_array(kind: str, tmp_path: Path, capsys:
     elif kind == "truncated":
         np.save(path, np.ones((64, 64), bool))
         path.write_bytes(path.read_bytes()[:-100])
+    elif kind == "folder":
+        path.mkdir()
     else:
-        path.touch()
+        path.write_text("hello\n" if kind == "text" else "")
     line = one_line_error(["plan", "--mask", str(path), "--block", "64", "64"], capsys)
+    assert line.startswith("tessera-cupy: `--mask`: expected a .npy file with one array")
+    assert f"got {path} (" in line
     assert "numpy.save" in line
     assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    ("array", "got"),
+    [
+        (np.ones(5, bool), "shape (5,)"),
+        (np.ones((1, 1, 1, 5, 5), bool), "shape (1, 1, 1, 5, 5)"),
+        (np.ones((5, 5)), "dtype float64"),
+    ],
+)
+def test_plan_refuses_arrays_that_are_no_mask(
+    array: np.ndarray, got: str, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "mask.npy"
+    np.save(path, array)
+    line = one_line_error(["plan", "--mask", str(path), "--block", "64", "64"], capsys)
+    assert line.startswith("tessera-cupy: `--mask`: expected a .npy file with one array, bool or")
+    assert "axes (query blocks, key blocks)" in line
+    assert f"got {got} in {path}. Fix: save" in line
 
 
 # Demo

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,18 @@ from numpy.typing import NDArray
 from tessera_cupy.cli import gpu
 from tessera_cupy.cli.output import Commands, Output, add_json
 from tessera_cupy.errors import NoGpuError, wrong
-from tessera_cupy.kernels.arch import ARCHS, arch_for
+from tessera_cupy.kernels.arch import ARCHS, arch_for, get_arch
+
+# Options that arguments of Python become; only the head dim of q and the heads of k can be wrong.
+_OPTIONS = {
+    "mask": "--mask",
+    "block_size": "--block",
+    "shape": "--shape",
+    "arch": "--arch",
+    "regime": "--regime",
+    "q": "--head-dim",
+    "k": "--heads-kv",
+}
 
 
 def add_to(commands: Commands) -> None:
@@ -40,7 +54,10 @@ def add_to(commands: Commands) -> None:
         help="tokens of q and k (default: whole blocks)",
     )
     parser.add_argument(
-        "--heads-q", type=int, metavar="N", help="query heads (default: those of the mask)"
+        "--heads-q", type=_count, metavar="N", help="query heads (default: those of the mask)"
+    )
+    parser.add_argument(
+        "--heads-kv", type=_count, metavar="N", help="KV heads (default: as many as query heads)"
     )
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
@@ -55,23 +72,57 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
 def _run(args: argparse.Namespace, output: Output) -> int:
-    from tessera_cupy.attention import make_plan
+    from tessera_cupy.attention import HOST_ARCH, make_plan
+    from tessera_cupy.explain import brief
     from tessera_cupy.masks import BlockMask
     from tessera_cupy.request import ArraySpec
 
-    shape = tuple(args.shape) if args.shape else None
-    mask = BlockMask.from_dense(_load(args.mask), tuple(args.block), shape)
-    heads = mask.heads if args.heads_q is None else args.heads_q
-    spec = ArraySpec((mask.batch, heads, mask.shape[0], args.head_dim), args.dtype)
-    plan = make_plan(mask, spec, regime=args.regime, arch=args.arch or _arch_here())
-    text = (
-        f"{mask!r}\n\n{plan.explain()}"
-        if args.explain
-        else f"{plan.spec.name} on {plan.request.arch.name}"
-    )
+    array = _load(args.mask)
+    with _options_named():
+        arch = get_arch(args.arch or _arch_here() or HOST_ARCH)
+        mask = BlockMask.from_dense(array, tuple(args.block), args.shape)
+        heads_q = args.heads_q or mask.heads
+        q, k = (
+            ArraySpec((mask.batch, heads, tokens, args.head_dim), args.dtype)
+            for heads, tokens in zip((heads_q, args.heads_kv or heads_q), mask.shape, strict=True)
+        )
+        _check_regime(args.regime, arch.table)
+        plan = make_plan(mask, q, k, regime=args.regime, arch=arch.name)
+    text = f"{mask!r}\n\n{plan.explain()}" if args.explain else brief(plan)
     output.show(plan.summary() if output.json else {}, text)
     return 0
+
+
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Errors name the command's option in place of the argument of the Python call."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = re.sub(r"^`(\w+)`", lambda m: f"`{_OPTIONS.get(m[1], m[1])}`", str(error))
+        raise type(error)(text) from error
+
+
+def _check_regime(name: str, table: str) -> None:
+    """Refuse a name that no plan has, with the names that the profile table ranks."""
+    from tessera_cupy.regimes import PlanSpec, load_for
+
+    if name == "auto":
+        return
+    try:
+        PlanSpec.parse(name)
+    except ValueError as error:
+        plans = ", ".join(plan.name for plan in load_for(table).plans())
+        expected = "auto or a plan's name, kernel/tile/mapping/organization"
+        fix = f"take auto, or a plan of the table {table}: {plans}"
+        raise ValueError(wrong("regime", expected, repr(name), fix)) from error
 
 
 def _arch_here() -> str | None:
@@ -84,12 +135,24 @@ def _arch_here() -> str | None:
 
 
 def _load(path: Path) -> NDArray[Any]:
-    """Read an array; never a pickle, which could run code."""
-    fix = "save the mask with numpy.save(path, mask)"
+    """Read a mask; never a pickle, which could run code."""
     try:
-        loaded = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(wrong("--mask", "an array in a .npy file", error, fix)) from error
-    if not isinstance(loaded, np.ndarray):
-        raise ValueError(wrong("--mask", "a .npy file with one array", f"the archive {path}", fix))
-    return loaded
+        with path.open("rb") as file:
+            array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError as error:
+        raise type(error)(_wrong_file(f"{path} ({error.strerror})")) from error
+    except ValueError as error:
+        raise ValueError(_wrong_file(f"{path} ({error})")) from error
+    if not 2 <= array.ndim <= 4:
+        raise ValueError(_wrong_file(f"shape {array.shape} in {path}"))
+    if array.dtype.kind not in "biu":
+        raise TypeError(_wrong_file(f"dtype {array.dtype} in {path}"))
+    return array
+
+
+def _wrong_file(got: str) -> str:
+    expected = (
+        "a .npy file with one array, bool or 0/1 integers of axes (query blocks, key blocks), "
+        "(heads, ...) or (batch, heads, ...)"
+    )
+    return wrong("--mask", expected, got, "save such an array with numpy.save(path, mask != 0)")
