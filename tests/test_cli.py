@@ -468,10 +468,22 @@ def test_filters_keep_what_a_request_can_lead_to() -> None:
     assert set(cache_command._selected(kernels, None, None)) == set(kernels)
 
 
-@pytest.mark.parametrize("head_dim", [0, 257])
-def test_filter_that_leaves_nothing_is_an_error(head_dim: int, capsys: Capture) -> None:
+@pytest.mark.parametrize("head_dim", [-8, 0, 4, 100, 264])
+def test_head_dims_that_no_call_has_are_an_error(head_dim: int, capsys: Capture) -> None:
     arguments = ["cache", "build", "--arch", "sm_80", "--head-dim", str(head_dim)]
-    assert "1 to 256" in one_line_error(arguments, capsys)
+    line = one_line_error(arguments, capsys)
+    assert "`--head-dim`: expected a multiple of 8 from 8 to 256" in line
+    assert "kernels have 64, 96, 128, 256 and" in line
+    assert f"got {head_dim}. Fix: " in line
+
+
+def test_status_promises_only_what_it_looks_at(cache_dir: Path, capsys: Capture) -> None:
+    assert main(["cache", "status"]) == 0
+    text = capsys.readouterr().out
+    (heading,) = [line for line in text.splitlines() if line.startswith("architecture ")]
+    assert heading.split()[1] == "built"
+    assert "usable" not in text
+    assert "tessera-cupy cache verify" in text
 
 
 # Output

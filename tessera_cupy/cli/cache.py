@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -133,16 +134,24 @@ def _selected(
     chosen = [c for c in configs if dtype in (None, c.dtype)]
     if head_dim is None:
         return chosen
-    attention = [
+    attention = [c for c in chosen if c.kernel != "merge_splits"]
+    own = sorted({c.head_dim for c in attention})
+    if head_dim not in range(8, own[-1] + 1, 8):
+        raise ValueError(
+            wrong(
+                "--head-dim",
+                f"a multiple of 8 from 8 to {own[-1]}, as calls take (kernels have "
+                f"{', '.join(map(str, own))} and serve what is smaller)",
+                head_dim,
+                "take the head dim of your q",
+            )
+        )
+    serving = [
         c
-        for c in chosen
-        if c.kernel != "merge_splits"
-        and c == find(c.arch, c.kernel, c.dtype, head_dim, c.tile_q, c.tile_kv, c.bits)
+        for c in attention
+        if c == find(c.arch, c.kernel, c.dtype, head_dim, c.tile_q, c.tile_kv, c.bits)
     ]
-    if head_dim < 1 or not attention:
-        largest = max(c.head_dim for c in chosen)
-        raise ValueError(wrong("--head-dim", f"1 to {largest}", head_dim, "take one of these"))
-    return [*attention, *(c for c in chosen if c.kernel == "merge_splits")]
+    return [*serving, *(c for c in chosen if c.kernel == "merge_splits")]
 
 
 def _writable(cache: KernelCache, archs: Iterable[str]) -> Path:
@@ -197,7 +206,7 @@ def _status(args: argparse.Namespace, output: Output) -> int:
     current = Counter(entry.arch for entry in entries if entry.current)
     total = sum(entry.bytes for entry in entries)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("architecture", "usable", "in the catalog", "of other versions", "size"):
+    for heading in ("architecture", "built", "in the catalog", "of other versions", "size"):
         table.add_column(heading, justify="left" if heading == "architecture" else "right")
     for arch in ARCHS:
         of_arch = [entry for entry in entries if entry.arch == arch]
@@ -208,9 +217,10 @@ def _status(args: argparse.Namespace, output: Output) -> int:
             str(len(of_arch) - current[arch]),
             size(sum(entry.bytes for entry in of_arch)),
         )
-    table.title = f"{cache.root}: {len(entries)} kernels, {size(total)}"
-    table.title_justify = "left"
-    output.show({"folder": cache.root, "bytes": total, "kernels": kernels}, table)
+    title = Text(f"{cache.root}: {len(entries)} kernels, {size(total)}", style="italic")
+    note = Text("Counted by name, not read: tessera-cupy cache verify checks the contents.")
+    text = Group(title, table, note)
+    output.show({"folder": cache.root, "bytes": total, "kernels": kernels}, text)
     return 0
 
 
