@@ -95,7 +95,8 @@ def block_sparse_attention(
         k: (batch, kv_heads, skv, head_dim); ``kv_heads`` divides ``q_heads``.
         v: as k.
         mask: keep where true; its batch and head axes are 1 or q's. It is a snapshot: to
-            apply new contents, build a new mask.
+            apply new contents, build a new mask. After a call that a CUDA graph captured, keep
+            it until the last replay is complete.
         sm_scale: factor on the scores; None means ``1 / sqrt(head_dim)``.
         layout: ``"BHSD"`` or ``"BSHD"``.
         out: array to write, with q's shape, dtype and device; not in the memory of k or v.

@@ -92,6 +92,9 @@ class Plan:
     ) -> Any:
         """Compute the attention, with :func:`tessera_cupy.block_sparse_attention`'s arguments.
 
+        A run that a CUDA graph captures reads the plan's arrays at each replay, as it does those
+        passed here: keep the plan until the last replay is complete.
+
         Raises:
             ValueError: arrays of another geometry, device or architecture than the plan's.
         """
@@ -177,10 +180,8 @@ class Plan:
                 )
             )
         with interop.on_stream(stream, (q, k, v), device):
-            operands = {
-                name: interop.aligned(interop.device_operand(array, name))
-                for name, array in (("q", q), ("k", k), ("v", v))
-            }
+            given = {n: interop.device_operand(x, n) for n, x in (("q", q), ("k", k), ("v", v))}
+            operands = {name: interop.aligned(operand) for name, operand in given.items()}
             if out is not None:
                 check_apart(interop.device_operand(out, "out"), operands)
             result = interop.empty(q, r.q_shape, r.dtype) if out is None else out
@@ -206,6 +207,7 @@ class Plan:
                     capacity=self._prepared.model.capacity,
                     device=device,
                 ),
+                [x.owner for name, x in operands.items() if x is not given[name]],
             )
             if out is None:
                 result = interop.returned(result, q)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy.kernels.cache import default_cache
 from tessera_cupy.kernels.catalog import KernelConfig
+from tessera_cupy.kernels.lifetime import Uses, collect, pool_may_grow, release_with
 from tessera_cupy.kernels.tensor_maps import TENSOR_MAP, fragment_map, rows_map
 
 if TYPE_CHECKING:
@@ -138,6 +141,7 @@ class DevicePlan:
         tile_q, frag_bits, bits: as in ``Tiles``.
         merge_head, merge_tile, merge_offsets: as in ``Tasks``.
         slots: workspace slots of the split-K parts.
+        uses: which streams and graphs read the arrays.
     """
 
     task_count: int
@@ -152,6 +156,7 @@ class DevicePlan:
     merge_head: Any
     merge_tile: Any
     merge_offsets: Any
+    uses: Uses
 
     @property
     def nbytes(self) -> int:
@@ -163,6 +168,8 @@ def upload(tiles: Tiles, tasks: Tasks) -> DevicePlan:
     """Copy a plan to the current device; returns once the copies are complete."""
     import cupy
 
+    collect()
+    stream = cupy.cuda.get_current_stream()
     plan = DevicePlan(
         task_count=len(tasks),
         slot_log2=int(math.log2(tiles.shape.slot)),
@@ -176,9 +183,11 @@ def upload(tiles: Tiles, tasks: Tasks) -> DevicePlan:
         merge_head=cupy.asarray(tasks.merge_head),
         merge_tile=cupy.asarray(tasks.merge_tile),
         merge_offsets=cupy.asarray(tasks.merge_offsets),
+        uses=Uses(stream),
     )
+    release_with(plan, plan.uses, [x for x in vars(plan).values() if hasattr(x, "nbytes")])
     # Later runs may use other streams.
-    cupy.cuda.get_current_stream().synchronize()
+    stream.synchronize()
     return plan
 
 
@@ -224,6 +233,7 @@ def attend(
     o: Tensor,
     lse: int,
     geometry: Geometry,
+    temporaries: Sequence[Any] = (),
 ) -> None:
     """Launch the attention of a plan, and the merge of its split parts, on the current stream.
 
@@ -237,15 +247,19 @@ def attend(
         o: result, of q's shape.
         lse: address of a (batch, q_heads, sq) float32 array, or 0.
         geometry: sizes of the request.
+        temporaries: operands that end with the call; in a capture they are kept with the plan.
     """
     import cupy
 
     if plan.task_count == 0:
         return
+    stream = cupy.cuda.get_current_stream()
+    capturing = stream.is_capturing()
     partial_o = partial_ml = None
     if plan.slots:
-        partial_o = cupy.empty((plan.slots, config.tile_q, config.head_dim), np.float32)
-        partial_ml = cupy.empty((plan.slots, config.tile_q, 2), np.float32)
+        with pool_may_grow() if capturing else nullcontext():
+            partial_o = cupy.empty((plan.slots, config.tile_q, config.head_dim), np.float32)
+            partial_ml = cupy.empty((plan.slots, config.tile_q, 2), np.float32)
 
     g = geometry
     common = {
@@ -277,9 +291,11 @@ def attend(
         }
         params = _filled(ATTEND_PARAMS, common | operands)
         grid = plan.task_count
-    load(config, g.device)((grid,), (config.warps * 32,), (params,), shared_mem=config.smem_bytes)
+    kernel = load(config, g.device)
+    merge_kernel = load(merge, g.device) if plan.merge_count else None
+    kernel((grid,), (config.warps * 32,), (params,), shared_mem=config.smem_bytes)
 
-    if plan.merge_count:
+    if merge_kernel is not None:
         params = _filled(
             MERGE_PARAMS,
             {
@@ -294,9 +310,14 @@ def attend(
                 "row_width": config.head_dim,
             },
         )
-        load(merge, g.device)(
+        merge_kernel(
             (plan.merge_count, -(-config.tile_q // MERGE_WARPS)), (MERGE_WARPS * 32,), (params,)
         )
+
+    if capturing:
+        plan.uses.keep(partial_o, partial_ml, *temporaries)
+    else:
+        plan.uses.record(stream)
 
 
 def _maps(plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> dict[str, Any]:

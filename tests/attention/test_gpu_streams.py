@@ -213,9 +213,13 @@ def test_a_graph_replays_on_new_contents(gpu: Any, case: Any, made: Any, plan: s
         fresh.check_kernel(cupy.asnumpy(out), label=f"{plan}, replay {turn}")
 
 
-def test_a_replay_leaves_the_memory_of_others_alone(gpu: Any, made: Any) -> None:
+@pytest.mark.parametrize("misaligned", [False, True], ids=["in place", "copied"])
+def test_a_replay_leaves_the_memory_of_others_alone(gpu: Any, made: Any, misaligned: bool) -> None:
     cupy = gpu.cupy
     arrays = [cupy.asarray(x) for x in made.arrays]
+    if misaligned:
+        arrays[0] = gpu.poisoned((made.q.size + 1,), made.q.dtype)[1:].reshape(made.q.shape)
+        arrays[0].set(made.q)
     prepared = make_plan(made.mask, *arrays, regime=PLANS[1])
     assert prepared.tasks().slots > 0
     out = gpu.poisoned(made.q.shape, made.q.dtype)
@@ -230,11 +234,73 @@ def test_a_replay_leaves_the_memory_of_others_alone(gpu: Any, made: Any) -> None
         # Whatever the captured run returned to the pool is given out again here.
         others = [cupy.zeros(size, np.uint8) for size in [1 << n for n in range(9, 23)] * 4]
         s = prepared.summary()["bytes"]["workspace"]
-        others += [cupy.zeros(s - 2 * s // 130, np.uint8), cupy.zeros(s, np.uint8)]
+        others += [cupy.zeros(n, np.uint8) for n in (s - 2 * s // 130, s, made.q.nbytes)]
         graph.launch(stream)
         stream.synchronize()
     made.check_kernel(cupy.asnumpy(out), label="replay")
     assert not any(other.any() for other in others)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_graph_of_torch(gpu: Any, made: Any, plan: str) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = [torch.from_numpy(x).cuda() for x in made.arrays]
+    prepared = make_plan(made.mask, *tensors, regime=plan)
+    out = torch.full_like(tensors[0], float("nan"))
+    prepared.run(*tensors, out=out)
+    torch.cuda.synchronize()
+    gpu.pool.free_all_blocks()  # a workspace must come from the driver, in torch's strict capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared.run(*tensors, out=out)
+    for _ in range(2):
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        made.check_kernel(out.cpu().numpy(), label=plan)
+
+
+def test_a_plan_may_end_before_its_work(gpu: Any, made: Any) -> None:
+    cupy = gpu.cupy
+    arrays = [cupy.asarray(x) for x in made.arrays]
+    out = gpu.poisoned(made.q.shape, made.q.dtype)
+    cupy.cuda.Device().synchronize()
+    first, side = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    plan = make_plan(made.mask, *arrays, regime=PLANS[1])
+    for stream in (first, side):  # the first gets the plan's arrays from its part of the pool
+        plan.run(*arrays, out=out, stream=stream)
+        stream.synchronize()
+    uploaded = plan._prepared.uploaded(plan.mask, cupy.cuda.Device().id)
+    sizes = [x.nbytes for x in vars(uploaded).values() if hasattr(x, "nbytes")]
+    with side:
+        out.data.memset_async(0xFF, out.nbytes)
+        gpu.stall()
+    plan.run(*arrays, out=out, stream=side)
+    del plan, uploaded
+    with first:
+        # What the plan gave back, if anything, is given out again here.
+        others = [cupy.zeros(size, np.uint8) for size in sizes]
+    first.synchronize()
+    assert not side.done
+    side.synchronize()
+    made.check_kernel(cupy.asnumpy(out), label="a plan that ended")
+    assert not any(other.any() for other in others)
+
+
+def test_memory_of_plans_that_ran_on_two_streams_comes_back(gpu: Any, made: Any) -> None:
+    cupy = gpu.cupy
+    arrays = [cupy.asarray(x) for x in made.arrays]
+    out = cupy.empty_like(arrays[0])
+    side = cupy.cuda.Stream(non_blocking=True)
+    used = []
+    for _ in range(20):
+        plan = make_plan(made.mask, *arrays, regime=PLANS[1])
+        for given in ({}, {"stream": side}):
+            plan.run(*arrays, out=out, **given)
+        del plan
+        side.synchronize()
+        used.append(gpu.pool.used_bytes())
+    assert used[-1] <= used[1]
 
 
 def test_sixteen_threads_load_each_kernel_once(

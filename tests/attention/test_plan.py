@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +229,27 @@ def test_all_that_touches_memory_happens_on_the_stream(
     out, lse = block_sparse_attention(Q, K, K, MASK, return_lse=True, stream="a stream")
     assert (out.shape, lse.shape) == (Q.shape, Q.shape[:3])
     assert {name for functions in names.values() for name in functions} == set(called)
+
+
+def test_copies_are_handed_on_with_the_launch(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A captured launch needs them for as long as its plan.
+    gpus("sm_80")
+    turned, copy = Tensor(K.shape, pointer=258), Tensor(K.shape)
+    copies = {id(turned): copy}
+    launched: list[Any] = []
+
+    def aligned(operand: interop.Operand) -> interop.Operand:
+        owner = copies.get(id(operand.owner))
+        return operand if owner is None else interop.device_operand(owner, "copy")
+
+    monkeypatch.setattr(interop, "on_stream", lambda *args: nullcontext())
+    monkeypatch.setattr(interop, "empty", lambda like, shape, dtype: Tensor(shape))
+    monkeypatch.setattr(interop, "aligned", aligned)
+    monkeypatch.setattr(launch, "upload", lambda tiles, tasks: None)
+    monkeypatch.setattr(launch, "attend", lambda *args: launched.append(args[-1]))
+    for arrays in ((Q, K, K), (Q, turned, K), (Q, K, turned)):
+        block_sparse_attention(*arrays, MASK)
+    assert launched == [[], [copy], [copy]]
 
 
 def test_float32_is_refused_on_a_gpu(gpus: Any) -> None:

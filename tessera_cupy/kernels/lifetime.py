@@ -1,0 +1,95 @@
+"""GPU memory that other streams or CUDA graphs still read is not given to anyone else.
+
+CuPy's pool hands freed memory to the next array of the stream that allocated it, at once. Work
+of that stream is in order. That of another stream may still be waiting, and a graph uses its
+memory again at each replay.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# cudaStreamPerThread: one address for a stream in each thread.
+_PER_THREAD = 2
+
+
+class Uses:
+    """What reads a set of arrays, besides the stream that allocated them.
+
+    Attributes:
+        events: the last work of each other stream, by the stream's address.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        """Take the stream (CuPy's) that was current when the arrays were allocated."""
+        self._own = None if stream.ptr == _PER_THREAD else stream.ptr
+        self.events: dict[int, Any] = {}
+        self._kept: list[Any] = []
+        self._lock = threading.Lock()
+
+    def record(self, stream: Any) -> None:
+        """Note the work that was just launched on a stream, which is not capturing."""
+        if stream.ptr == self._own:
+            return
+        import cupy
+
+        with self._lock:
+            event = self.events.get(stream.ptr)
+            if event is None:
+                event = self.events[stream.ptr] = cupy.cuda.Event(disable_timing=True)
+            else:
+                # The address may have been another stream's; its work must stay covered.
+                stream.wait_event(event)
+            event.record(stream)
+
+    def keep(self, *arrays: Any) -> None:
+        """Keep what a captured launch uses for as long as the arrays themselves."""
+        self._kept.append(arrays)
+
+    def done(self) -> bool:
+        """Whether all recorded work is complete."""
+        return all(event.done for event in self.events.values())
+
+
+# Arrays whose owner ended while other streams may have been reading them.
+_retired: deque[tuple[Uses, Any]] = deque()
+
+
+def release_with(owner: object, uses: Uses, arrays: Any) -> None:
+    """Hold the arrays until their owner ends, and then until what is recorded in uses is done."""
+    weakref.finalize(owner, _retire, uses, arrays)
+
+
+def _retire(uses: Uses, arrays: Any) -> None:
+    # May run at any moment, also within a capture or within collect(): no CUDA, no locks.
+    if uses.events:
+        _retired.append((uses, arrays))
+
+
+def collect() -> None:
+    """Give back what was retired and is no longer in use; not to be called during a capture."""
+    for _ in range(len(_retired)):
+        try:
+            uses, arrays = _retired.popleft()
+        except IndexError:  # another thread was quicker
+            return
+        if not uses.done():
+            _retired.append((uses, arrays))
+
+
+@contextmanager
+def pool_may_grow() -> Iterator[None]:
+    """Allow allocations while a stream of this thread captures, also in torch's captures."""
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
