@@ -208,16 +208,20 @@ def _merged(
     # The places of a step: the fragments of each block in turn, then some that stay unused.
     base = group[opens] * np.int32(joined * nominal)
     start = np.zeros((len(base), shape.fragments), np.int32)
-    length = np.zeros_like(start)
+    length = np.full_like(start, shape.slot)
+    length[:, joined * most :] = 0
     for i in range(joined * most):
         block, within = i // most, i % most * shape.slot
         np.add(base, np.int32(block * nominal + within), out=start[:, i])
-        length[:, i] = min(nominal - within, shape.slot)
+        if nominal - within < shape.slot:
+            length[:, i] = nominal - within
     tail = np.flatnonzero(base > keys - joined * nominal)
     length[tail] = np.clip(keys - start[tail], 0, length[tail])
     start[tail] *= length[tail] > 0
 
-    place = steps[1:] - 1
+    offsets = steps[offsets] * shape.fragments
+    place = steps[1:]
+    place -= 1
     place *= shape.fragments
     place += (columns - group * np.int32(joined)) * np.int32(most)
     step_members = np.zeros(start.size, np.uint32)
@@ -228,6 +232,6 @@ def _merged(
             step_bits[place + j] = bits[:, j]
     by_step = step_members.reshape(start.shape)
     by_step[tail] *= length[tail] > 0
-    return steps[offsets] * shape.fragments, _Fragments(
+    return offsets, _Fragments(
         shape.fragments, start.reshape(-1), length.reshape(-1), step_members, step_bits
     )

@@ -29,6 +29,9 @@ FULL = -1
 # the L2 cache between the scatter and the scan.
 _UNION_CELLS = 1 << 20
 
+# Codes that are looked up at a time.
+_TAKEN = 1 << 16
+
 
 @dataclass(frozen=True, eq=False)
 class TokenBlocks:
@@ -178,13 +181,12 @@ def _merged(mask: BlockMask, q: int) -> TileLists:
 class _Union:
     """Union of the lists of neighbouring query blocks.
 
-    ``position`` is ``tile * nk + column`` of each entry, ascending; bit ``s`` of ``code``
-    says that the tile's block ``s`` lists the column.
+    Columns ascend in each tile; bit ``s`` of ``code`` says that the tile's block ``s`` lists
+    the column.
     """
 
     offsets: NDArray[np.int64]
     columns: NDArray[np.int32]
-    position: NDArray[np.int64]
     code: NDArray[Any]
 
 
@@ -193,10 +195,10 @@ def _union(mask: BlockMask, joined: int, per: int, heads: int) -> _Union:
     nq, nk = mask.num_blocks
     tiles = heads * per
     word = np.dtype(np.uint8 if joined <= 8 else np.uint16 if joined <= 16 else np.uint32)
-    counts = np.zeros(tiles, np.int64)
-    columns: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
-    positions: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
-    codes: list[NDArray[Any]] = [np.empty(0, word)]
+    offsets = np.zeros(tiles + 1, np.int64)
+    # Room for lists without a common column; pages that nothing is written to cost nothing.
+    columns = np.empty(mask.nnz, np.int32)
+    codes = np.empty(mask.nnz, word)
     row_counts = np.diff(mask.indptr)
     head = np.arange(heads * nq) // max(1, nq)
     row_in_tiles = np.arange(heads * nq) + head * (per * joined - nq)
@@ -214,24 +216,19 @@ def _union(mask: BlockMask, joined: int, per: int, heads: int) -> _Union:
         code = planes[:, 0].astype(word)
         for s in range(1, joined):
             code |= planes[:, s] * word.type(1 << s)
-        listed = code != 0
-        at = np.flatnonzero(listed)
-        counts[low:high] = np.count_nonzero(listed, axis=1)
-        tile = np.repeat(np.arange(high - low) * nk, counts[low:high])
-        columns.append((at - tile).astype(np.int32))
-        positions.append(at + low * nk)
-        codes.append(code.reshape(-1)[at])
-    return _Union(
-        exclusive_sum(counts),
-        np.concatenate(columns),
-        np.concatenate(positions),
-        np.concatenate(codes),
-    )
+        at = np.flatnonzero(code.reshape(-1) != 0)
+        edges = np.arange(high - low + 1) * nk
+        ends = np.searchsorted(at, edges)
+        offsets[low : high + 1] = offsets[low] + ends
+        found = slice(offsets[low], offsets[high])
+        codes[found] = code.reshape(-1)[at]
+        at -= np.repeat(edges[:-1], np.diff(ends))
+        columns[found] = at
+    return _Union(offsets, columns[: offsets[-1]], codes[: offsets[-1]])
 
 
 def _members(union: _Union, wanted: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Turn codes over a tile's blocks into words over its 8-row groups."""
-    counts = np.diff(union.offsets)
     joined = wanted.shape[1]
     if len(wanted) == 0:
         return np.empty(0, np.uint32)
@@ -240,10 +237,17 @@ def _members(union: _Union, wanted: NDArray[np.uint32]) -> NDArray[np.uint32]:
         table = np.zeros(1, np.uint32)
         for s in range(joined):
             table = np.concatenate([table, table | wanted[0, s]])
-        present = np.repeat(np.bitwise_or.reduce(wanted, axis=1), counts)
-        words: NDArray[np.uint32] = table[union.code] & present
+        words = np.empty(len(union.code), np.uint32)
+        # In chunks, because NumPy widens all indices of one take to 64 bits first.
+        for low in range(0, len(words), _TAKEN):
+            part = slice(low, low + _TAKEN)
+            table.take(union.code[part], out=words[part], mode="clip")
+        present = np.bitwise_or.reduce(wanted, axis=1)
+        for tile in np.flatnonzero(present != present[0]):
+            words[union.offsets[tile] : union.offsets[tile + 1]] &= present[tile]
         return words
     words = np.zeros(len(union.code), np.uint32)
+    counts = np.diff(union.offsets)
     for s in range(joined):
         bit = (union.code >> union.code.dtype.type(s)) & union.code.dtype.type(1)
         words |= np.repeat(wanted[:, s], counts) * bit.astype(np.uint32)
@@ -263,8 +267,10 @@ def _partials(
     row = np.searchsorted(mask.indptr, source, side="right") - 1
     head, within = row // nq, row % nq
     tile, block = head * per + within // joined, within % joined
-    of = np.searchsorted(union.position, tile * nk + mask.indices[source])
-    marked = np.zeros(len(union.position), bool)
+    tiles = np.arange(len(union.offsets) - 1)
+    position = np.repeat(tiles * nk, np.diff(union.offsets)) + union.columns
+    of = np.searchsorted(position, tile * nk + mask.indices[source])
+    marked = np.zeros(len(position), bool)
     marked[of] = True
     entry = np.flatnonzero(marked)
     present = (union.code[entry][:, None] >> np.arange(joined, dtype=union.code.dtype)) & 1

@@ -9,14 +9,16 @@ stays exact. Steps of one half and of the other alternate, so that neither waits
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera_cupy.mapping.tiles import Tiles
+from tessera_cupy.mapping.q_side import exclusive_sum
+from tessera_cupy.mapping.tiles import Tiles, TileShape
 
-_Scalar = TypeVar("_Scalar", bound=np.generic)
+# Fragments that are reordered at a time, to keep the scratch in the cache.
+_CHUNK = 1 << 16
 
 
 def share(tiles: Tiles) -> Tiles:
@@ -33,48 +35,91 @@ def share(tiles: Tiles) -> Tiles:
     Example:
         >>> share(map_mask(mask, Mapping("merge", "pack"), 128, 128))  # doctest: +SKIP
     """
-    per_step = tiles.shape.fragments
-    first_half = np.uint32((1 << (tiles.shape.groups // 2)) - 1)
-    in_first = (tiles.frag_members & first_half) != 0
-    in_second = (tiles.frag_members & ~first_half) != 0
-    counts = np.diff(tiles.frag_offsets)
-    tile = np.repeat(np.arange(len(tiles), dtype=np.int32), counts)
-
-    # For each class its fragments, which ascend by tile, and how many each tile has.
-    classes = (in_first & in_second, in_first & ~in_second, ~in_first)
-    members = [np.flatnonzero(of_class) for of_class in classes]
-    owners = [tile[found] for found in members]
-    sizes = [np.bincount(owner, minlength=len(tiles)) for owner in owners]
-    both, first, second = (-(-size // per_step) for size in sizes)
-    offsets = np.concatenate(([0], np.cumsum(both + first + second) * per_step))
-
-    targets = []
-    for kind, (owner, size) in enumerate(zip(owners, sizes, strict=True)):
-        rank = np.arange(len(owner)) - (np.cumsum(size) - size)[owner]
-        step = rank // per_step
-        place = offsets[:-1][owner] + rank + (both * per_step)[owner] * (kind > 0)
-        # Steps of one half and of the other take turns while both last.
-        if kind == 1:
-            place += np.minimum(step, second[owner]) * per_step
-        elif kind == 2:
-            place += np.minimum(step + 1, first[owner]) * per_step
-        targets.append(place)
-    source, target = np.concatenate(members), np.concatenate(targets)
-
-    def moved(values: NDArray[_Scalar], padding: int) -> NDArray[_Scalar]:
-        result = np.full(offsets[-1], padding, values.dtype)
-        result[target] = values[source]
-        return result
-
+    fragments = {
+        "frag_start": (tiles.frag_start, 0),
+        "frag_len": (tiles.frag_len, 0),
+        "frag_members": (tiles.frag_members, 0),
+        "frag_bits": (tiles.frag_bits, -1),
+    }
+    count, offsets = len(tiles.frag_members), np.zeros_like(tiles.frag_offsets)
+    room = count + 3 * (tiles.shape.fragments - 1) * len(tiles)
+    moved = {name: np.empty(room, values.dtype) for name, (values, _) in fragments.items()}
+    cuts = np.searchsorted(tiles.frag_offsets, np.arange(0, count, _CHUNK))
+    for low, high in pairwise([*np.unique(cuts), len(tiles)]):
+        begin, end = tiles.frag_offsets[low], tiles.frag_offsets[high]
+        source, ends = _by_class(
+            tiles.frag_members[begin:end], tiles.frag_offsets[low : high + 1] - begin, tiles.shape
+        )
+        unused = np.flatnonzero(source < 0)
+        place = slice(offsets[low], offsets[low] + len(source))
+        for name, (values, padding) in fragments.items():
+            target = moved[name][place]
+            if values is tiles.frag_bits and not len(tiles.bits):
+                target[:] = padding
+            elif len(source):
+                values[begin:end].take(source, out=target, mode="wrap")
+                target[unused] = padding
+        offsets[low + 1 : high + 1] = offsets[low] + ends
     return replace(
         tiles,
         frag_offsets=offsets,
-        frag_start=moved(tiles.frag_start, 0),
-        frag_len=moved(tiles.frag_len, 0),
-        frag_members=moved(tiles.frag_members, 0),
-        frag_bits=(
-            moved(tiles.frag_bits, -1)
-            if len(tiles.bits)
-            else np.full(offsets[-1], -1, tiles.frag_bits.dtype)
-        ),
+        **{name: values[: offsets[-1]] for name, values in moved.items()},
     )
+
+
+def _by_class(
+    members: NDArray[np.uint32], offsets: NDArray[np.int64], shape: TileShape
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each slot of the reordered lists its fragment, or -1, and where each list ends."""
+    per_step = shape.fragments
+    first_half = np.uint32((1 << (shape.groups // 2)) - 1)
+    in_first = (members & first_half) != 0
+    in_second = members > first_half
+
+    # For each class its fragments, which ascend by tile, and how many each tile has.
+    found = [
+        np.flatnonzero(of_class)
+        for of_class in (in_first & in_second, in_first > in_second, ~in_first)
+    ]
+    counts = np.stack([np.diff(np.searchsorted(f, offsets)) for f in found])
+    steps = -(-counts // per_step)
+
+    # Slots of whole steps: first all tiles' steps of both, then those of each half.
+    first_step = exclusive_sum(steps.ravel())
+    source = np.full(first_step[-1] * per_step, -1)
+    slots = _targets(counts.ravel(), first_step[:-1] * per_step)
+    source[slots] = np.concatenate(found)
+
+    last_step = np.cumsum(steps.sum(axis=0))
+    order = _step_order(steps, last_step - steps.sum(axis=0))
+    # NumPy is slow where the last axis is short, but not in a take of whole rows.
+    return source.reshape(-1, per_step).take(order, axis=0).reshape(-1), last_step * per_step
+
+
+def _step_order(steps: NDArray[np.int64], tile_step: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each step of all tiles its number among the steps ordered by class, then by tile.
+
+    Args:
+        steps: (3, T), steps of each tile for both halves, for the first and for the second.
+        tile_step: (T,), first step of each tile.
+    """
+    both, first, second = steps
+    order = np.empty(steps.sum(), np.int64)
+    order[_targets(both, tile_step)] = np.arange(both.sum())
+    # Steps of one half and of the other take turns while both last.
+    single = tile_step + both
+    for count, other, late, done in (
+        (first, second, 0, both.sum()),
+        (second, first, 1, both.sum() + first.sum()),
+    ):
+        rank = np.arange(count.sum()) - np.repeat(exclusive_sum(count)[:-1] - late, count)
+        turns = np.minimum(rank, np.repeat(other, count))
+        order[_targets(count, single) + turns] = np.arange(done, done + count.sum())
+    return order
+
+
+def _targets(counts: NDArray[np.int64], begin: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``begin[i], begin[i] + 1, ...`` of each run of ``counts[i]`` numbers in turn."""
+    targets = np.repeat(begin - exclusive_sum(counts)[:-1], counts)
+    targets += np.arange(len(targets))
+    return targets

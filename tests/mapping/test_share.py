@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tessera_cupy.mapping import Mapping, expand, map_mask, why_not
 from tessera_cupy.masks import BlockMask
@@ -44,6 +45,18 @@ def test_lists_of_several_tiles_keep_their_places() -> None:
     np.testing.assert_array_equal(shared.tile_q, merged.tile_q)
     assert (shared.steps >= merged.steps).all()
     assert shared.steps.sum() <= merged.steps.sum() + 2 * len(merged)
+
+
+def test_lists_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of one tile give what a single chunk gives, with tiles that are empty between."""
+    dense = np.random.default_rng(6).random((2, 14, 30)) < 0.3
+    dense[0, :8] = dense[1, 6:] = False
+    mask = BlockMask.from_dense(dense, (32, 16), (440, 475))
+    whole = map_mask(mask, SHARE, 128, 64).arrays()
+    monkeypatch.setattr("tessera_cupy.mapping.share._CHUNK", 1)
+    monkeypatch.setattr("tessera_cupy.mapping.q_side._TAKEN", 1)
+    for name, array in map_mask(mask, SHARE, 128, 64).arrays().items():
+        np.testing.assert_array_equal(array, whole[name], name)
 
 
 def test_an_empty_mask_has_tiles_without_steps() -> None:

@@ -16,6 +16,9 @@ BOUND_SECONDS = 0.180
 CASES = [
     ("retain-pack", 64, 64, 64),
     ("retain-retain", 64, 64, 64),
+    ("share-pack", 64, 128, 128),
+    ("share-pack", 32, 128, 128),
+    ("share-pack", 16, 128, 128),
     ("merge-pack", 64, 128, 64),
     ("merge-pack", 32, 64, 64),
     ("merge-pack", 16, 64, 64),
