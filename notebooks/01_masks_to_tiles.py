@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -19,14 +21,14 @@
 # suits the hardware, one **step** of keys after the other. This notebook takes one real mask
 # and shows what happens between the two, and why *pack* is worth having.
 #
-# Nothing here needs a GPU. To run it: `pip install 'tessera-cupy[demo,notebooks]'`.
+# Nothing here needs a GPU. To run it, install the package with its extras from a clone of the
+# repository: `pip install '.[demo,notebooks]'` in the folder with `pyproject.toml`, or `make venv`.
 
 # %%
 # %matplotlib inline
 import numpy as np
 
-from tessera_cupy import reference, viz
-from tessera_cupy.attention import make_plan
+from tessera_cupy import make_plan, reference, viz
 from tessera_cupy.bench import clips
 from tessera_cupy.mapping import Mapping, map_mask
 from tessera_cupy.sparsifiers import spade
@@ -106,28 +108,34 @@ for kv_side in ("retain", "merge", "pack"):
 #
 # Queries have mappings too. *Merge* on the query side joins two rows of blocks in a tile of
 # 128 queries; rows that did not ask for a block do not see it, but the tile computes it.
+# *Share* joins them too, and sorts the list: steps that both rows want come first, then those of
+# one row alone, which the half of the tile that has the other row skips.
 # *Split* cuts blocks into smaller tiles: nothing is wasted, but there are many more steps,
 # each too small to keep the matrix units busy.
 #
-# The useful fraction is the number of active (query, key) pairs over the number of pairs that
-# the tiles compute.
+# The useful fraction is the number of active (query, key) pairs over the number of pairs in the
+# steps of the tiles, skipped or not. The plan that the profile table chooses for an H100 has one
+# of these mappings; an arrow marks it.
 
 # %%
-print(f"{'mapping':<14} {'tile':>8} {'steps':>7} {'useful':>7}")
-for way in viz.tile_each_way(mask):
+q, k, v = (chosen.permute(x) for x in (q, k, v))
+plan = make_plan(mask, q, k, v, arch="sm_90a")
+print(f"  {'mapping':<14} {'tile':>8} {'steps':>7} {'useful':>7}")
+for way in viz.tile_each_way(mask, plan.spec):
     shape = way.tiles.shape
     size = f"{shape.q}x{shape.kv}"
     steps_in_all = int(way.tiles.steps.sum())
-    print(f"{way.mapping.name:<14} {size:>8} {steps_in_all:>7,} {way.useful:>7.2f}  {way.gloss}")
+    print(">" if way.chosen else " ", f"{way.mapping.name:<14} {size:>8}", end=" ")
+    print(f"{steps_in_all:>7,} {way.useful:>7.2f}  {way.gloss}")
 
 # %% [markdown]
 # The picture shows the orange part of the mask. The upper panel of each pair has the blocks
 # where they are in the mask, the lower one has them as the kernel computes them, step by step.
 # Colour and number tell which step of its tile a block went to. Hatched parts are work on
-# entries that the mask leaves out.
+# entries that the mask leaves out; the plan's mapping has a yellow ground.
 
 # %%
-viz.mask_to_tiles(mask, title="One mask, six ways to tile it")
+viz.mask_to_tiles(mask, plan=plan.spec, title="One mask, seven ways to tile it")
 
 # %% [markdown]
 # ## The same numbers come out
@@ -136,8 +144,6 @@ viz.mask_to_tiles(mask, title="One mask, six ways to tile it")
 # as the kernel would, and is compared with attention computed the plain way in float64.
 
 # %%
-q, k, v = (chosen.permute(x) for x in (q, k, v))
-plan = make_plan(mask, q, k, v)
 print(plan.explain())
 
 # %%

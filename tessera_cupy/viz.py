@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
+    from tessera_cupy.regimes import PlanSpec
+
 #: Steps of a tile take these in turn: sky blue, orange, green, purple.
 STEP_COLOURS = ("#56B4E9", "#E69F00", "#4DB892", "#CC79A7")
 
@@ -37,7 +39,8 @@ _WASTE: dict[str, Any] = {
     "linewidth": 0.0,
 }
 _WINDOW_BLOCKS = (8, 24)
-_WAYS_ACROSS = 3
+_WAYS_ACROSS = 4
+_CHOSEN = "#FFF1CC"
 _SMALLEST_LABEL = 4.5
 
 
@@ -59,22 +62,29 @@ class TiledMask:
         mapping: the mapping.
         gloss: what a step holds, in a few words.
         tiles: the physical tiles.
-        useful: fraction of the tiles' work that is on active entries, over all heads.
+        useful: fraction of the tiles' work that is on active entries, over all heads; a
+            step counts whole, also where half of a tile skips it.
+        chosen: whether it is what the given plan does.
     """
 
     mapping: Mapping
     gloss: str
     tiles: Tiles
     useful: float
+    chosen: bool
 
 
-def tile_each_way(mask: BlockMask) -> list[TiledMask]:
+def tile_each_way(mask: BlockMask, plan: PlanSpec | None = None) -> list[TiledMask]:
     """Tile a mask under each kind of mapping that it allows.
 
     For blocks of (bq, bkv), the largest ones where they are ragged, the physical tiles are:
     the block itself (retain); tiles twice as wide, left half empty (retain), filled with a
     neighbour (merge) or with the next active block (pack); tiles twice as high and wide
-    (merge, pack); and a quarter of the block (split).
+    (merge or share, pack); and a quarter of the block (split).
+
+    Args:
+        mask: the mask.
+        plan: a plan for the mask, to mark its way; added last where it is none of these.
 
     >>> mask = BlockMask.from_dense(np.eye(4, dtype=bool), (64, 64))
     >>> [(way.mapping.name, way.useful) for way in tile_each_way(mask)][:3]
@@ -82,14 +92,18 @@ def tile_each_way(mask: BlockMask) -> list[TiledMask]:
     """
     largest = (largest_q_block(mask), largest_kv_block(mask))
     bq, bkv = (-(-size // GROUP_ROWS) * GROUP_ROWS for size in largest)
-    wanted = (
+    wanted = [
         ("retain-retain", bq, bkv, "a step is a block"),
         ("retain-retain", bq, 2 * bkv, "a block in each step, the rest empty"),
         ("retain-merge", bq, 2 * bkv, "a step is two neighbours, wanted or not"),
         ("retain-pack", bq, 2 * bkv, "a step is the next two wanted blocks"),
-        ("merge-pack", 2 * bq, 2 * bkv, "two rows of blocks share their steps"),
+        ("merge-pack", 2 * bq, 2 * bkv, "two rows of blocks have one list of steps"),
+        ("share-pack", 2 * bq, 2 * bkv, "a half skips the other's steps"),
         ("split-split", bq // 2, bkv // 2, "a block takes four small steps"),
-    )
+    ]
+    own = plan and (plan.mapping.name, plan.tile_q, plan.tile_kv)
+    if own and own not in [way[:3] for way in wanted]:
+        wanted.append((*own, "the tiles of the plan's kernel"))
     made = []
     for name, q, kv, gloss in wanted:
         mapping = Mapping.parse(name)
@@ -98,7 +112,10 @@ def tile_each_way(mask: BlockMask) -> list[TiledMask]:
         if why_not(mapping, mask, q, kv) is not None:
             continue
         tiles = map_mask(mask, mapping, q, kv)
-        made.append(TiledMask(mapping, gloss, tiles, useful_fraction(tiles, mask)))
+        useful = useful_fraction(tiles, mask)
+        if mapping.q == "share":
+            gloss += f", {_useful_unskipped(tiles, mask):.2f} of the rest useful"
+        made.append(TiledMask(mapping, gloss, tiles, useful, (name, q, kv) == own))
     return made
 
 
@@ -161,7 +178,14 @@ def draw_mask(
     )
 
 
-def draw_tiles(ax: Axes, tiles: Tiles, *, head: int = 0, window: Window | None = None) -> None:
+def draw_tiles(
+    ax: Axes,
+    tiles: Tiles,
+    *,
+    head: int = 0,
+    window: Window | None = None,
+    skips: bool = False,
+) -> None:
     """Draw where the fragments of each tile's steps lie in the mask.
 
     Colour and number give the step of its tile that computes a fragment. Rows of a fragment
@@ -172,6 +196,8 @@ def draw_tiles(ax: Axes, tiles: Tiles, *, head: int = 0, window: Window | None =
         tiles: the tiles of a mapping or a plan.
         head: mask head, as ``tiles.tile_head`` counts them.
         window: the part to draw; everything when None.
+        skips: whether each half of a tile skips the steps that it has no part in, as under
+            share; what is skipped is not drawn.
 
     Raises:
         ValueError: ``head`` is not in the tiles.
@@ -180,7 +206,7 @@ def draw_tiles(ax: Axes, tiles: Tiles, *, head: int = 0, window: Window | None =
     work, waste = _Boxes(), _Boxes()
     chosen = _tiles_in(tiles, head, window)
     for tile in chosen:
-        for piece in _pieces(tiles, tile):
+        for piece in _pieces(tiles, tile, _halves(tiles, tile, skips)):
             if not piece.touches(window):
                 continue
             for top, bottom, member in piece.bands:
@@ -196,7 +222,14 @@ def draw_tiles(ax: Axes, tiles: Tiles, *, head: int = 0, window: Window | None =
     ax.set_ylim(window.q1, window.q0)
 
 
-def draw_steps(ax: Axes, tiles: Tiles, *, head: int = 0, window: Window | None = None) -> None:
+def draw_steps(
+    ax: Axes,
+    tiles: Tiles,
+    *,
+    head: int = 0,
+    window: Window | None = None,
+    skips: bool = False,
+) -> None:
     """Draw the physical tiles: a line for each tile, its steps side by side.
 
     A box is one step of ``tiles.shape.q`` by ``tiles.shape.kv``. Its coloured part is active
@@ -208,21 +241,28 @@ def draw_steps(ax: Axes, tiles: Tiles, *, head: int = 0, window: Window | None =
         tiles: the tiles of a mapping or a plan.
         head: mask head, as ``tiles.tile_head`` counts them.
         window: draw the steps that load keys of this part of the mask; all when None.
+        skips: as in :func:`draw_tiles`; what is skipped stays white.
 
     Raises:
         ValueError: ``head`` is not in the tiles.
     """
     window = window or _everything(tiles, head)
     shape = tiles.shape
-    steps, work = _Boxes(), _Boxes()
+    steps, issued, work = _Boxes(), _Boxes(), _Boxes()
     chosen = _tiles_in(tiles, head, window)
     for line, tile in enumerate(chosen):
-        pieces = list(_pieces(tiles, tile))
+        halves = _halves(tiles, tile, skips)
+        pieces = list(_pieces(tiles, tile, halves))
         drawn = sorted({p.step for p in pieces if p.touches(window)})
         places = {step: place * shape.kv for place, step in enumerate(drawn)}
         drop = line * shape.q - int(tiles.tile_q[tile, 0])
         for step, left in places.items():
-            steps.add(left, line * shape.q, shape.kv, shape.q, step)
+            top = line * shape.q
+            steps.add(left, top, shape.kv, shape.q, step)
+            if halves[step].all():
+                issued.add(left, top, shape.kv, shape.q, step)
+            for half in np.flatnonzero(halves[step] & ~halves[step][::-1]):
+                issued.add(left, top + half * shape.q / 2, shape.kv, shape.q / 2, step)
         for piece in pieces:
             if piece.step in places:
                 left = places[piece.step] + piece.column
@@ -231,7 +271,7 @@ def draw_steps(ax: Axes, tiles: Tiles, *, head: int = 0, window: Window | None =
                         work.add(left, top + drop, piece.length, bottom - top, piece.step)
     high = max(len(chosen), 1) * shape.q
     wide = max(window.kv1 - window.kv0, steps.right)
-    steps.hatch(ax)
+    issued.hatch(ax)
     work.fill(ax)
     steps.outline(ax)
     work.number(ax, wide, high)
@@ -245,6 +285,7 @@ def mask_to_tiles(
     batch: int = 0,
     head: int = 0,
     window: Window | None = None,
+    plan: PlanSpec | None = None,
     title: str = "From a mask to physical tiles",
 ) -> Figure:
     """One page: a head's mask, and the same mask as physical tiles under each mapping.
@@ -254,6 +295,7 @@ def mask_to_tiles(
         batch: entry of the mask's batch axis.
         head: entry of the mask's head axis.
         window: the part that is drawn as tiles; some blocks on the diagonal when None.
+        plan: a plan for the mask, whose way is marked.
         title: the page's title.
 
     Returns:
@@ -267,15 +309,15 @@ def mask_to_tiles(
 
     row = _mask_head(mask, batch, head)
     window = window or diagonal_window(mask)
-    ways = tile_each_way(mask)
+    ways = tile_each_way(mask, plan)
     if not ways:
         raise ValueError(
             wrong("mask", "blocks that tiles can hold", mask.block_size, "use blocks up to 128")
         )
     lines = -(-len(ways) // _WAYS_ACROSS)
-    figure = Figure(figsize=(19, 1.4 + 4.6 * lines), layout="constrained")
+    figure = Figure(figsize=(24, 1.4 + 4.6 * lines), layout="constrained")
     figure.suptitle(title, fontsize=16, fontweight="bold")
-    halves: Any = figure.subfigures(1, 2, width_ratios=(1, 2.9), wspace=0.02)
+    halves: Any = figure.subfigures(1, 2, width_ratios=(1, 3.8), wspace=0.02)
     left, right = halves
     whole, key = left.subplots(2, 1, height_ratios=(3.2, 1))
     draw_mask(whole, mask, batch=batch, head=head, window=window)
@@ -288,7 +330,7 @@ def mask_to_tiles(
     cells: Any = right.subfigures(lines, _WAYS_ACROSS, squeeze=False)
     for i, way in enumerate(ways):
         _draw_way(cells[divmod(i, _WAYS_ACROSS)], way, row, window)
-    _legend(key)
+    _legend(key, skips=any(way.mapping.q == "share" for way in ways))
     return figure
 
 
@@ -308,12 +350,16 @@ def diagonal_window(mask: BlockMask, blocks: tuple[int, int] = _WINDOW_BLOCKS) -
 def _draw_way(cell: SubFigure, way: TiledMask, row: int, window: Window) -> None:
     shape = way.tiles.shape
     in_mask, as_steps = cell.subplots(2, 1)
-    draw_tiles(in_mask, way.tiles, head=row, window=window)
-    draw_steps(as_steps, way.tiles, head=row, window=window)
+    skips = way.mapping.q == "share"
+    draw_tiles(in_mask, way.tiles, head=row, window=window, skips=skips)
+    draw_steps(as_steps, way.tiles, head=row, window=window, skips=skips)
+    if way.chosen:
+        cell.set_facecolor(_CHOSEN)
     in_mask.set_title(
         f"{way.mapping.q} Q, {way.mapping.kv} KV \N{EN DASH} "
         f"tiles of {shape.q}x{shape.kv}\n"
-        f"useful {way.useful:.2f}, {int(way.tiles.steps.sum()):,} steps",
+        f"useful {way.useful:.2f}, {int(way.tiles.steps.sum()):,} steps"
+        + ("; the plan's choice" if way.chosen else ""),
         fontsize=11,
         fontweight="bold",
         pad=20,
@@ -328,18 +374,21 @@ def _draw_way(cell: SubFigure, way: TiledMask, row: int, window: Window) -> None
         ax.set_yticks([])
 
 
-def _legend(ax: Axes) -> None:
+def _legend(ax: Axes, *, skips: bool) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
     steps = tuple(Patch(facecolor=colour, edgecolor=_INK) for colour in STEP_COLOURS)
+    entries: dict[str, Any] = {
+        "active entries; colour and number tell\nwhich step of its tile computes them": steps,
+        "work on inactive entries": Patch(**_WASTE),
+    }
+    if skips:
+        entries["half of a step that is skipped"] = Patch(facecolor="#FFFFFF", edgecolor=_INK)
     ax.axis("off")
     ax.legend(
-        [steps, Patch(**_WASTE)],
-        [
-            "active entries; colour and number tell\nwhich step of its tile computes them",
-            "work on inactive entries",
-        ],
+        list(entries.values()),
+        list(entries),
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         handlelength=5,
         handleheight=1.6,
@@ -364,7 +413,26 @@ class _Piece(NamedTuple):
         return self.length > 0 and self.kv0 < window.kv1 and self.kv0 + self.length > window.kv0
 
 
-def _pieces(tiles: Tiles, tile: int) -> Iterator[_Piece]:
+def _halves(tiles: Tiles, tile: int, skips: bool) -> NDArray[np.bool_]:
+    """(steps, 2): which halves of a tile's rows compute each of its steps."""
+    first, last = tiles.frag_offsets[tile : tile + 2]
+    if not skips:
+        return np.ones((tiles.steps[tile], 2), np.bool_)
+    members = np.zeros(tiles.steps[tile] * tiles.shape.fragments, np.uint32)
+    members[: last - first] = tiles.frag_members[first:last]
+    of_step = np.bitwise_or.reduce(members.reshape(-1, tiles.shape.fragments), axis=1)
+    upper = np.uint32((1 << tiles.shape.groups // 2) - 1)
+    return np.stack([(of_step & upper) != 0, (of_step & ~upper) != 0], axis=1)
+
+
+def _useful_unskipped(tiles: Tiles, mask: BlockMask) -> float:
+    """The useful fraction of what is left when halves of tiles skip steps."""
+    halves = sum(int(_halves(tiles, tile, True).sum()) for tile in range(len(tiles)))
+    return 2 * mask.active_pairs() / max(1, halves * tiles.shape.q * tiles.shape.kv)
+
+
+def _pieces(tiles: Tiles, tile: int, halves: NDArray[np.bool_]) -> Iterator[_Piece]:
+    """The fragments of a tile; rows of a half that does not compute a step are left out."""
     first, last = tiles.frag_offsets[tile : tile + 2]
     q0, rows = (int(x) for x in tiles.tile_q[tile])
     for place, at in enumerate(range(first, last)):
@@ -374,7 +442,9 @@ def _pieces(tiles: Tiles, tile: int) -> Iterator[_Piece]:
         for group, top in enumerate(range(0, rows, GROUP_ROWS)):
             member = bool(members >> group & 1)
             bottom = min(top + GROUP_ROWS, rows)
-            if bands and bands[-1][2] == member:
+            if not halves[step, 2 * group // tiles.shape.groups]:
+                continue
+            if bands and bands[-1][1:] == (q0 + top, member):
                 bands[-1] = (bands[-1][0], q0 + bottom, member)
             else:
                 bands.append((q0 + top, q0 + bottom, member))

@@ -37,6 +37,11 @@ class TestNotebook:
             (cell.cell_type, cell.source) for cell in script.cells
         ], f"run: jupytext --sync notebooks/{path.name}"
 
+    def test_it_is_installed_from_a_clone(self, path: Path) -> None:
+        text = "\n".join(cell.source for cell in read(path).cells)
+        assert "pip install '.[" in text
+        assert "tessera-cupy[" not in text, "the package is on no index"
+
     def test_it_runs_without_a_gpu(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         nbclient = pytest.importorskip("nbclient")
         for module in ("ipykernel", "matplotlib", "av", "skvideo"):

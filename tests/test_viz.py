@@ -12,6 +12,7 @@ import pytest
 from tessera_cupy import viz
 from tessera_cupy.mapping import Mapping, map_mask
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.regimes import PlanSpec
 
 pytest.importorskip("matplotlib")
 
@@ -102,6 +103,38 @@ def test_merged_rows_are_hatched_where_one_of_them_is_no_member(ax: Any) -> None
     }
 
 
+def test_a_half_that_skips_a_step_is_left_white(ax: Any) -> None:
+    tiles = map_mask(MASK, Mapping("share", "pack"), 32, 32)
+    first, second = viz.STEP_COLOURS[:2]
+    viz.draw_tiles(ax, tiles, skips=True)
+    assert boxes(ax, hatched=True) == {}
+    assert boxes(ax, hatched=False) == {
+        (32, 0, 48, 32): first,
+        (0, 0, 16, 16): second,
+        (48, 0, 64, 16): second,
+    }
+
+
+def test_skipped_halves_as_steps(ax: Any) -> None:
+    tiles = map_mask(MASK, Mapping("share", "pack"), 32, 32)
+    viz.draw_steps(ax, tiles, skips=True)
+    # Step 0 is for both rows, with an empty second column; step 1 for the first row alone.
+    assert set(boxes(ax, hatched=True)) == {(0, 0, 32, 32), (32, 0, 64, 16)}
+    assert set(boxes(ax, hatched=False)) == {(0, 0, 16, 32), (32, 0, 48, 16), (48, 0, 64, 16)}
+
+
+def test_a_lower_half_alone_and_rows_inside_a_half(ax: Any) -> None:
+    # Rows of 8: the first half of a tile of 32 is query blocks 0 and 1, of 16 tokens in all.
+    sizes = [8, 8, 8, 8]
+    mask = BlockMask.from_dense(
+        [[0, 1], [0, 0], [1, 0], [1, 0]], (16, 16), q_block_sizes=sizes, kv_block_sizes=[16, 16]
+    )
+    tiles = map_mask(mask, Mapping("share", "pack"), 32, 16)
+    viz.draw_tiles(ax, tiles, skips=True)
+    assert set(boxes(ax, hatched=True)) == {(16, 8, 32, 16)}
+    assert set(boxes(ax, hatched=False)) == {(16, 0, 32, 8), (0, 16, 16, 32)}
+
+
 def test_a_window_leaves_out_other_tiles_and_steps(ax: Any) -> None:
     tiles = map_mask(MASK, Mapping("retain", "retain"), 16, 16)
     window = viz.Window(0, 16, 32, 64)
@@ -168,10 +201,28 @@ def test_useful_fractions_of_each_way() -> None:
         ("retain-merge", 16, 32),
         ("retain-pack", 16, 32),
         ("merge-pack", 32, 32),
+        ("share-pack", 32, 32),
         ("split-split", 8, 8),
     ]
-    # 4 active blocks; steps of one block: 4, of two blocks: 4, 3 and 3, of four blocks: 2.
-    assert [w.useful for w in ways] == [1, 4 / 8, 4 / 6, 4 / 6, 4 / 8, 1]
+    # 4 active blocks; steps of one block: 4, of two blocks: 4, 3 and 3, of four blocks: 2 and 2.
+    assert [w.useful for w in ways] == [1, 4 / 8, 4 / 6, 4 / 6, 4 / 8, 4 / 8, 1]
+    assert ways[5].gloss.endswith(", 0.67 of the rest useful")  # 4 of 3 halves of 2 blocks
+
+
+def test_the_plans_way_is_marked() -> None:
+    share = PlanSpec.parse("attend_wgmma/q32k32/share-pack/longest")
+    marked = [way.mapping.name for way in viz.tile_each_way(MASK, share) if way.chosen]
+    assert marked == ["share-pack"]
+    assert len(viz.tile_each_way(MASK, share)) == len(viz.tile_each_way(MASK))
+    assert not any(way.chosen for way in viz.tile_each_way(MASK))
+
+
+def test_a_plans_way_of_its_own_comes_last() -> None:
+    other = PlanSpec.parse("attend_mma/q64k64/merge-pack/longest")
+    *rest, own = viz.tile_each_way(MASK, other)
+    assert (own.mapping.name, own.tiles.shape.q, own.tiles.shape.kv) == ("merge-pack", 64, 64)
+    assert own.chosen
+    assert not any(way.chosen for way in rest)
 
 
 def test_ways_that_a_block_size_does_not_allow_are_left_out() -> None:
@@ -206,7 +257,8 @@ def test_the_default_window_starts_at_even_blocks_and_stays_inside() -> None:
 def test_the_page_is_written_with_every_way_in_it(tmp_path: Path) -> None:
     dense = np.random.default_rng(0).random((1, 2, 6, 6)) < 0.4
     mask = BlockMask.from_dense(dense, (64, 64), (370, 370))
-    figure = viz.mask_to_tiles(mask, head=1, title="A title")
+    plan = PlanSpec.parse("attend_wgmma/q128k128/share-pack/longest")
+    figure = viz.mask_to_tiles(mask, head=1, plan=plan, title="A title")
     figure.savefig(tmp_path / "page.png", dpi=40)
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     assert figure.get_suptitle() == "A title"
@@ -215,6 +267,8 @@ def test_the_page_is_written_with_every_way_in_it(tmp_path: Path) -> None:
         q, kv = way.tiles.shape.q, way.tiles.shape.kv
         assert f"{way.mapping.q} Q, {way.mapping.kv} KV" in titles
         assert f"{q}x{kv}\nuseful {way.useful:.2f}" in titles
+    (chosen,) = [a.get_title() for a in figure.axes if "the plan's choice" in a.get_title()]
+    assert "share Q, pack KV" in chosen
     legends = [
         text.get_text()
         for a in figure.axes
@@ -222,6 +276,7 @@ def test_the_page_is_written_with_every_way_in_it(tmp_path: Path) -> None:
         for text in a.get_legend().get_texts()
     ]
     assert "work on inactive entries" in legends
+    assert "half of a step that is skipped" in legends
     assert "part drawn as tiles" in legends
     # Nothing that is drawn sticks out of the page.
     page = figure.bbox
