@@ -164,6 +164,19 @@ def test_error_as_json(tmp_path: Path, capsys: Capture) -> None:
     assert missing in report["error"]["message"]
 
 
+@pytest.mark.parametrize("detail", ["", "Unable to allocate 2.1 TiB"])
+def test_too_little_memory_is_one_line(
+    detail: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    from tessera_cupy.bench import demo
+
+    def run_demo(*_: object, **__: object) -> None:
+        raise MemoryError(detail)
+
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    assert f"not enough memory for this. {detail}".rstrip() in one_line_error(["demo"], capsys)
+
+
 def test_traceback_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESSERA_DEBUG", "1")
     with pytest.raises(FileNotFoundError):

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tessera_cupy import interop, reference
-from tessera_cupy.bench import demo, extras
+from tessera_cupy.bench import clips, demo, extras, memory
 from tessera_cupy.errors import NoGpuError
 
 GRID = (3, 9, 11)
@@ -52,8 +52,11 @@ def test_it_passes_and_says_what_it_ran(run: tuple[dict[str, Any], str, Path]) -
         "retain-merge",
         "retain-pack",
         "merge-pack",
+        "share-pack",
         "split-split",
     ]
+    chosen = [way["mapping"] for way in report["mappings"] if way["chosen"]]
+    assert chosen == [report["plan"]["name"].split("/")[2]]
     assert all(0 < way["useful_fraction"] <= 1 for way in report["mappings"])
     assert "speed" not in report
 
@@ -142,6 +145,39 @@ def test_wrong_arguments(wrong: dict[str, Any], message: str, tmp_path: Path) ->
     arguments = {"grid": GRID, "heads": 1, "device": "cpu", **wrong}
     with pytest.raises(ValueError, match=message):
         demo.run_demo(tmp_path / "x.png", console=console(), **arguments)
+
+
+def no_work(*_: object) -> None:
+    raise AssertionError("the demo began to work")
+
+
+@pytest.mark.parametrize("name", ["demo.foo", "demo", "demo.PNG.txt"])
+def test_a_picture_that_nobody_can_write_is_refused_before_the_work(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_packages()
+    monkeypatch.setattr(clips, "read_features", no_work)
+    out = tmp_path / "folder" / name
+    with pytest.raises(ValueError, match=rf"`out`: expected .*\.pdf, .*\.png, .*{name}'. Fix: "):
+        demo.run_demo(out, grid=GRID, heads=1, device="cpu", console=console())
+    assert not out.parent.exists()
+
+
+def test_a_grid_that_does_not_fit_in_memory_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_packages()
+    monkeypatch.setattr(clips, "read_features", no_work)
+    out = tmp_path / "demo.png"
+    words = r"`grid`: .*1000x1000x1000 = 1,000,000,000 tokens with 1 heads, .* GB\. Fix: ask for"
+    with pytest.raises(ValueError, match=words):
+        demo.run_demo(out, grid=(1000,) * 3, heads=1, device="cpu", console=console())
+    monkeypatch.setattr(memory, "available", lambda: 300 << 20)
+    demo._check_memory(demo.VideoGrid(*GRID), 1)
+    with pytest.raises(ValueError, match=r"fit in 0\.3 GB .*, which take about 0\.5 GB"):
+        demo._check_memory(demo.HOST_GRID, demo.HOST_HEADS)
+    monkeypatch.setattr(memory, "available", lambda: None)
+    demo._check_memory(demo.HOST_GRID, demo.HOST_HEADS)
 
 
 @pytest.mark.gpu

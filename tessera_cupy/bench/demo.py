@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tessera_cupy import interop, reference
 from tessera_cupy.attention import make_plan
-from tessera_cupy.bench import clips, gpu
+from tessera_cupy.bench import clips, gpu, memory
 from tessera_cupy.bench.check import Check, check_rows
 from tessera_cupy.bench.extras import need
 from tessera_cupy.bench.steps import Step, Steps
@@ -37,8 +37,16 @@ HOST_GRID, HOST_HEADS = VideoGrid(13, 20, 30), 4
 #: With one: 32,760 tokens, which are 511 blocks of 64 and one of 56.
 GPU_HEADS, _, GPU_GRID = MODELS["wan-1.3b-81f-480p"]
 
+# Peaks of memory beyond the program's own, measured on the CPU at 7,800 to 93,600 tokens and 1
+# to 8 heads: copies of q, k, v and o; what the check and the rule hold for a token; what mask,
+# tiles and their pictures hold for a block of a head, and the rule for a block of the one head
+# that it looks at.
+_COPIES, _BYTES_A_TOKEN, _BYTES_A_BLOCK, _BYTES_A_SCORE = 11, 5_000, 30, 32
+_PROGRAM_BYTES = 256 << 20
+
 _CHECKED_ROWS = 200
 _WARM_UP, _TIMED = 3, 15
+_DPI = 80
 
 
 def run_demo(
@@ -52,7 +60,8 @@ def run_demo(
     """Run the demonstration and write its picture.
 
     Args:
-        out: the PNG to write; its folder is made when missing.
+        out: the picture to write, a PNG or what else matplotlib writes by the name's ending; its
+            folder is made when missing.
         grid: (frames, rows, columns) of tokens, or None for the device's own.
         heads: number of heads, or None for the device's own.
         device: ``"auto"`` (a GPU where there is one), ``"gpu"`` or ``"cpu"``.
@@ -65,7 +74,7 @@ def run_demo(
     Raises:
         MissingExtraError: a package of the ``demo`` extra is not installed.
         NoGpuError: ``device="gpu"`` and none can be used.
-        ValueError: ``grid``, ``heads`` or ``device`` is not one that can be run.
+        ValueError: ``out``, ``grid``, ``heads`` or ``device`` is not one that can be run.
     """
     on_gpu = _use_gpu(device)
     tokens, default_heads = (GPU_GRID, GPU_HEADS) if on_gpu else (HOST_GRID, HOST_HEADS)
@@ -76,6 +85,8 @@ def run_demo(
         raise ValueError(wrong("heads", "at least 1", heads, "leave it out, or pass 1 or more"))
     need("matplotlib", "matplotlib", "draws the picture")
     need("threadpoolctl", "threadpoolctl", "keeps NumPy's threads apart")
+    _check_picture(out)
+    _check_memory(tokens, heads)
     out.parent.mkdir(parents=True, exist_ok=True)
 
     dtype = "bfloat16" if on_gpu else "float32"
@@ -154,7 +165,7 @@ def run_demo(
             step.done(f"median of {_TIMED} runs each, by CUDA events")
 
     with steps.step("Draw") as step:
-        report["mappings"] = _draw(mask, out)
+        report["mappings"] = _draw(mask, plan, out)
         report["png"] = str(out)
         step.done(f"the mask and its tiles under {len(report['mappings'])} mappings: {out}")
 
@@ -176,6 +187,34 @@ def _use_gpu(device: str) -> bool:
             raise
         return False
     return True
+
+
+def _check_picture(out: Path) -> None:
+    """Refuse what matplotlib would refuse after all the work."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if out.suffix[1:].lower() not in kinds:
+        expected = f"a file name that ends in .{', .'.join(kinds)}"
+        raise ValueError(wrong("out", expected, repr(str(out)), "name it demo.png, for example"))
+
+
+def _check_memory(grid: VideoGrid, heads: int) -> None:
+    """Refuse a grid whose arrays do not fit in memory."""
+    here = memory.available()
+    blocks = (-(-grid.tokens // 64)) ** 2
+    needed = _PROGRAM_BYTES + grid.tokens * (heads * HEAD_DIM * 4 * _COPIES + _BYTES_A_TOKEN)
+    needed += blocks * (heads * _BYTES_A_BLOCK + _BYTES_A_SCORE)
+    if here is not None and needed > here:
+        raise ValueError(
+            wrong(
+                "grid",
+                f"tokens and heads that fit in {here / 1e9:.1f} GB of free memory",
+                f"{grid} = {grid.tokens:,} tokens with {heads} heads, which take about "
+                f"{needed / 1e9:.1f} GB",
+                "ask for fewer frames, rows or columns, or fewer heads",
+            )
+        )
 
 
 def _execute(plan: Plan, arrays: tuple[Any, Any, Any], step: Step) -> Any:
@@ -236,17 +275,19 @@ def _speed(plan: Plan, mask: BlockMask, arrays: tuple[Any, Any, Any], step: Step
     }
 
 
-def _draw(mask: BlockMask, out: Path) -> list[dict[str, Any]]:
+def _draw(mask: BlockMask, plan: Plan, out: Path) -> list[dict[str, Any]]:
     from tessera_cupy import viz
 
-    figure = viz.mask_to_tiles(mask, title=f"SPADE's mask on {CLIP}.mp4, as physical tiles")
-    figure.savefig(out, dpi=110)
+    title = f"SPADE's mask on {CLIP}.mp4, as physical tiles"
+    figure = viz.mask_to_tiles(mask, plan=plan.spec, title=title)
+    figure.savefig(out, dpi=_DPI)
     return [
         {
             "mapping": way.mapping.name,
             "tile": [way.tiles.shape.q, way.tiles.shape.kv],
             "steps": int(way.tiles.steps.sum()),
             "useful_fraction": way.useful,
+            "chosen": way.chosen,
         }
-        for way in viz.tile_each_way(mask)
+        for way in viz.tile_each_way(mask, plan.spec)
     ]

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has what it wanted; nor may the exit's own flush complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (TesseraError, ValueError, TypeError, OSError) as error:
+    except (TesseraError, ValueError, TypeError, OSError, MemoryError) as error:
         if os.environ.get("TESSERA_DEBUG") == "1":
             raise
         output.fail(error)

@@ -46,9 +46,12 @@ class Output:
 
     def fail(self, error: BaseException) -> None:
         """Write an error, on stderr; under ``--json`` as an object on stdout too."""
-        print(f"tessera-cupy: {error}", file=sys.stderr)
+        message = str(error)
+        if isinstance(error, MemoryError):  # Python's own has no text
+            message = f"There is not enough memory for this. {message}".rstrip()
+        print(f"tessera-cupy: {message}", file=sys.stderr)
         if self.json:
-            print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
+            print(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
 
     def warn(self, message: Warning | str, *_: object, **__: object) -> None:
         """Write a warning as one line; takes the place of ``warnings.showwarning``."""
