@@ -170,18 +170,31 @@ def wanted_blocks(tiles, tokens, starts):
 
 
 def check_classes(tiles):
-    """A step of a shared tile is for both halves, or for one; no class uses a step too many."""
+    """Steps of both halves come first, then those of one; fillers cost neither half a step."""
     tile, step, real = fragments_of(tiles)
     half = tiles.shape.groups // 2
     members = tiles.frag_members
     kind = (members & ((1 << half) - 1) != 0) * 1 + (members >> half != 0) * 2
-    used = np.stack([tile, step, kind])[:, real]
-    assert len(np.unique(used[:2], axis=1).T) == len(np.unique(used, axis=1).T)
-    per_class = np.unique(used[[0, 2]], axis=1, return_counts=True)[1]
-    assert (-(-per_class // tiles.shape.fragments)).sum() == tiles.steps.sum()
-    order = np.diff(tiles.frag_start[real].astype(np.int64))
-    same = (np.diff(used[0]) == 0) & (np.diff(used[2]) == 0)
-    assert (order[same] > 0).all()
+    for t in range(len(tiles)):
+        mine = (tile == t) & real
+        kinds, steps, starts = kind[mine], step[mine], tiles.frag_start[mine].astype(np.int64)
+        of_step = np.zeros(tiles.steps[t], int)
+        np.bitwise_or.at(of_step, steps, kinds)
+        assert (np.diff((of_step == 3).astype(int)) <= 0).all()
+        in_both = of_step[steps] == 3
+        assert (np.diff((kinds[in_both] == 3).astype(int)) <= 0).all()
+        for of_kind, among in (
+            (3, in_both),
+            (1, in_both),
+            (2, in_both),
+            (1, ~in_both),
+            (2, ~in_both),
+        ):
+            assert (np.diff(starts[among & (kinds == of_kind)]) > 0).all()
+        plain = [-(-np.count_nonzero(kinds == k) // tiles.shape.fragments) for k in (1, 2, 3)]
+        assert len(of_step) <= sum(plain)
+        halves = np.count_nonzero(of_step & 1) + np.count_nonzero(of_step & 2)
+        assert halves <= plain[0] + plain[1] + 2 * plain[2]
 
 
 def check_steps(tiles, mask, tokens, mapping):
