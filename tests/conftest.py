@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before NumPy is loaded: the tests' products are small, and threads of several workers that wait
+# for each other take many times longer than one.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from tessera_cupy import NoGpuError
 from tessera_cupy.interop import import_cupy
 
