@@ -265,7 +265,7 @@ def gpu(kernel_cache: Path) -> Any:
         "spin",
     )
 
-    def stall(milliseconds: int = 50) -> None:
+    def stall(milliseconds: int = 100) -> None:
         """Keep the current stream busy for about so long; the host goes on."""
         spin((1,), (1,), (np.int64(2_000_000 * milliseconds),))
 

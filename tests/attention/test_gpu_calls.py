@@ -1,4 +1,4 @@
-"""Calls on a GPU: other libraries' arrays, views, streams, graphs, memory and many requests."""
+"""Calls on a GPU: sizes past what 16 and 31 bits count, memory, many requests, the first call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tessera_cupy
-from tessera_cupy import BlockMask, block_sparse_attention, make_plan
+from tessera_cupy import BlockMask, block_sparse_attention
 from tessera_cupy.kernels import launch
 
 pytestmark = pytest.mark.gpu
@@ -22,72 +22,15 @@ def made(case: Any, random_mask: Any, rng: Any) -> Any:
     return case(mask, shared=2, dim=128, dtype="bfloat16", rng=rng)
 
 
-def test_torch_in_torch_out(gpu: Any, made: Any) -> None:
-    torch = pytest.importorskip("torch")
-    arrays = [torch.from_numpy(x.astype(np.float32)).cuda().bfloat16() for x in made.arrays]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        late = [x.clone() for x in arrays]
-        out, lse = block_sparse_attention(*late, made.mask, return_lse=True)
-    side.synchronize()
-    assert isinstance(out, torch.Tensor)
-    assert (out.dtype, out.device) == (torch.bfloat16, arrays[0].device)
-    made.check_kernel(out.float().cpu().numpy().astype(made.q.dtype), lse.cpu().numpy())
-    with pytest.raises(ValueError, match="no gradient"):
-        block_sparse_attention(arrays[0].requires_grad_(), *arrays[1:], made.mask)
-
-
-def test_jax_in_jax_out(gpu: Any, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    jax = pytest.importorskip("jax")
-    arrays = [jax.numpy.asarray(x) for x in made.arrays]
-    out, lse = block_sparse_attention(*arrays, made.mask, return_lse=True)
-    assert isinstance(out, jax.Array)
-    made.check_kernel(np.asarray(out), np.asarray(lse))
-
-
-def test_views_and_misaligned_arrays(gpu: Any, made: Any) -> None:
-    cupy = gpu.cupy
-    q, k, v = (cupy.asarray(x) for x in made.arrays)
-    turned = cupy.ascontiguousarray(v.swapaxes(2, 3)).swapaxes(2, 3)
-    shifted = cupy.empty(q.size + 1, q.dtype)[1:].reshape(q.shape)
-    shifted[...] = q
-    longer = cupy.concatenate([k, k], axis=2)[:, :, k.shape[2] :]
-    expanded = cupy.broadcast_to(k[:, :1], k.shape)
-    for label, arrays in {
-        "V transposed": (q, k, turned),
-        "Q off by one element": (shifted, k, v),
-        "K a slice": (q, longer, v),
-    }.items():
-        out = block_sparse_attention(*arrays, made.mask)
-        made.check_kernel(cupy.asnumpy(out), label=label)
-    same = block_sparse_attention(q, expanded, v, made.mask)
-    copied = block_sparse_attention(q, expanded.copy(), v, made.mask)
-    np.testing.assert_array_equal(cupy.asnumpy(same).view("u2"), cupy.asnumpy(copied).view("u2"))
-
-
-def test_a_prepared_plan_in_a_graph(gpu: Any, made: Any) -> None:
-    cupy = gpu.cupy
-    q, k, v = (cupy.asarray(x) for x in made.arrays)
-    plan = make_plan(made.mask, q, k, v)
-    out = gpu.poisoned(q.shape, q.dtype)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        plan.run(q, k, v, out=out)
-        stream.synchronize()
-        stream.begin_capture()
-        plan.run(q, k, v, out=out)
-        graph = stream.end_capture()
-        out.data.memset_async(0xFF, out.nbytes)
-        graph.launch(stream)
-        stream.synchronize()
-    made.check_kernel(cupy.asnumpy(out), label="replayed")
-
-
 def test_batch_above_65535(gpu: Any, case: Any, rng: Any) -> None:
-    mask = BlockMask.from_dense(np.ones((1, 1, 1, 1), bool), (16, 16))
-    gpu.run(case(mask, batch=65_600, dim=8, dtype="float16", rng=rng))
+    mask = BlockMask.from_dense([[True]], (16, 16))
+    part = case(mask, batch=41, dim=8, dtype="float16", rng=rng)
+    arrays = [gpu.cupy.asarray(np.tile(x, (1600, 1, 1, 1))) for x in part.arrays]
+    out = gpu.poisoned(arrays[0].shape, np.float16)
+    block_sparse_attention(*arrays, mask, out=out)
+    parts = gpu.cupy.asnumpy(out).reshape(1600, *part.q.shape)
+    part.check_kernel(parts[0])
+    assert (parts == parts[0]).all()
 
 
 def test_outputs_above_two_to_the_31_elements(gpu: Any, rng: Any) -> None:

@@ -50,7 +50,10 @@ def torch() -> Any:
 @pytest.fixture
 def jax(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    return pytest.importorskip("jax")
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX sees no GPU")
+    return jax
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -139,6 +142,7 @@ def test_torch_stream_ordered_memory(draw: Any, torch: Any) -> None:
     case = draw("float16")
     tensors = to_torch(case)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         results = []
         for _ in range(20):
@@ -206,14 +210,20 @@ def test_any_array_with_dlpack(gpu: Any, draw: Any, offset_array: Any) -> None:
     case.check_kernel(gpu.cupy.asnumpy(out), gpu.cupy.asnumpy(lse))
 
 
+@pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
-def test_host_arrays_stay_on_the_host(draw: Any, torch: Any, jax: Any, dtype: str) -> None:
+def test_host_tensors_of_torch_stay_on_the_host(draw: Any, dtype: str) -> None:
     case = draw(dtype)
     tensors = to_torch(case, "cpu")
     out, lse = block_sparse_attention(*tensors, case.mask, return_lse=True)
     assert out.device.type == lse.device.type == "cpu"
     assert out.dtype == tensors[0].dtype
     case.check(numpy_of(out), numpy_of(lse))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
+def test_host_arrays_of_jax_stay_on_the_host(draw: Any, jax: Any, dtype: str) -> None:
+    case = draw(dtype)
     cpu = jax.devices("cpu")[0]
     arrays = [jax.device_put(x, cpu) for x in case.arrays]
     out, lse = block_sparse_attention(*arrays, case.mask, return_lse=True)
@@ -236,34 +246,50 @@ def test_arrays_in_two_places(gpu: Any, draw: Any) -> None:
         block_sparse_attention(*wide, case.mask)
 
 
-def test_masks_from_every_library(gpu: Any, draw: Any, torch: Any, jax: Any) -> None:
+@pytest.mark.parametrize("library", ["cupy", "cupy uint8", "torch", "torch on the host", "jax"])
+def test_masks_from_every_library(
+    gpu: Any, draw: Any, library: str, request: pytest.FixtureRequest
+) -> None:
     case = draw("bfloat16")
     blocks = case.mask.to_dense()
     arrays = [gpu.cupy.asarray(x) for x in case.arrays]
     expected = gpu.cupy.asnumpy(block_sparse_attention(*arrays, case.mask)).view(np.uint16)
-    ordinal = gpu.cupy.cuda.Device().id
-    for given, device in (
-        (torch.from_numpy(blocks), None),
-        (torch.from_numpy(blocks).cuda(), ordinal),
-        (gpu.cupy.asarray(blocks), ordinal),
-        (gpu.cupy.asarray(blocks.astype(np.uint8)), ordinal),
-        (jax.numpy.asarray(blocks), ordinal),
-    ):
-        mask = BlockMask.from_dense(given, (64, 64), case.mask.shape)
-        assert mask.device == device
-        out = gpu.cupy.asnumpy(block_sparse_attention(*arrays, mask))
-        np.testing.assert_array_equal(out.view(np.uint16), expected)
+    if library == "jax":
+        given = request.getfixturevalue("jax").numpy.asarray(blocks)
+    elif library.startswith("torch"):
+        given = request.getfixturevalue("torch").from_numpy(blocks)
+        given = given if library == "torch on the host" else given.cuda()
+    else:
+        given = gpu.cupy.asarray(blocks.astype(np.uint8) if library == "cupy uint8" else blocks)
+    mask = BlockMask.from_dense(given, (64, 64), case.mask.shape)
+    host = library == "torch on the host"
+    assert mask.device == (None if host else gpu.cupy.cuda.Device().id)
+    out = gpu.cupy.asnumpy(block_sparse_attention(*arrays, mask))
+    np.testing.assert_array_equal(out.view(np.uint16), expected)
 
 
-def test_a_plan_runs_arrays_of_any_library(gpu: Any, draw: Any, torch: Any, jax: Any) -> None:
+@pytest.mark.parametrize("library", ["cupy", "torch", "jax", "numpy"])
+def test_a_plan_runs_arrays_of_any_library(
+    gpu: Any, draw: Any, library: str, request: pytest.FixtureRequest
+) -> None:
     case = draw("bfloat16")
     arrays = [gpu.cupy.asarray(x) for x in case.arrays]
     plan = make_plan(case.mask, *arrays)
     assert plan.request.arch == gpu.arch
-    case.check_kernel(gpu.cupy.asnumpy(plan.run(*arrays)))
-    case.check_kernel(numpy_of(plan.run(*to_torch(case))))
-    case.check_kernel(np.asarray(plan.run(*(jax.numpy.asarray(x) for x in case.arrays))))
-    case.check(*plan.run(*case.arrays, return_lse=True))
-    elsewhere = make_plan(case.mask, *arrays, arch="sm_80" if gpu.arch.name != "sm_80" else "sm_89")
-    with pytest.raises(ValueError, match=f"GPU of {elsewhere.request.arch.name}"):
-        elsewhere.run(*arrays)
+    if library == "cupy":
+        case.check_kernel(gpu.cupy.asnumpy(plan.run(*arrays)))
+    elif library == "torch":
+        case.check_kernel(numpy_of(plan.run(*to_torch(case))))
+    elif library == "jax":
+        jax = request.getfixturevalue("jax")
+        case.check_kernel(np.asarray(plan.run(*(jax.numpy.asarray(x) for x in case.arrays))))
+    else:
+        case.check(*plan.run(*case.arrays, return_lse=True))
+
+
+def test_a_plan_for_another_gpu_is_refused(gpu: Any, draw: Any) -> None:
+    case = draw("bfloat16")
+    arrays = [gpu.cupy.asarray(x) for x in case.arrays]
+    other = "sm_80" if gpu.arch.name != "sm_80" else "sm_89"
+    with pytest.raises(ValueError, match=f"GPU of {other}"):
+        make_plan(case.mask, *arrays, arch=other).run(*arrays)

@@ -101,10 +101,10 @@ def test_anything(gpu: Any, case: Any, rng: np.random.Generator, turn: int) -> N
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_organization(gpu: Any, case: Any, rng: np.random.Generator, dim: int) -> None:
     gpu.poison()
-    blocks = rng.random((1, 4, 3, 107)) < 0.9
+    blocks = rng.random((1, 4, 3, 188)) < 0.9  # enough keys to split the widest tile
     blocks[0, :, 2, 5:] = False  # one tile is short
     blocks[0, 3, 1] = False  # one is empty
-    mask = BlockMask.from_dense(blocks, (64, 16), (170, 1701))
+    mask = BlockMask.from_dense(blocks, (64, 16), (170, 3001))
     cases = {dtype: case(mask, shared=2, dim=dim, dtype=dtype, rng=rng) for dtype in DTYPES}
     kernels = {(c.kernel, c.tile_q, c.tile_kv) for c in catalog(gpu.arch.name) if c.serves(dim)}
     for kernel, q, kv in sorted(kernels):
@@ -113,7 +113,8 @@ def test_every_organization(gpu: Any, case: Any, rng: np.random.Generator, dim: 
         for i, organization in enumerate(ORGANIZATIONS):
             dtype = DTYPES[i % 2]
             plan = f"{kernel}/q{q}k{kv}/retain-pack/{organization}"
-            made = make_plan(mask, ArraySpec((1, 4, 170, dim), dtype), regime=plan)
+            spec = ArraySpec((1, 4, 170, dim), dtype)
+            made = make_plan(mask, spec, regime=plan, arch=gpu.arch.name)
             assert (made.tasks().slots > 0) == ("split" in organization), plan
             gpu.run(cases[dtype], f"{plan} {dtype}", regime=plan)
 
