@@ -15,6 +15,7 @@ _Q_SIDE = {
     "retain": "a tile is a query block",
     "merge": "a tile joins neighbouring query blocks; membership masks what is off",
     "share": "a tile joins neighbouring query blocks; each half skips steps of the other",
+    "regroup": "a tile joins query blocks with alike lists; each half skips steps of the other",
     "split": "a query block becomes several tiles",
 }
 _KV_SIDE = {

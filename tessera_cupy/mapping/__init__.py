@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from tessera_cupy.mapping.check import expand
-from tessera_cupy.mapping.planner import Mapping, choose_slot, map_mask, why_not
+from tessera_cupy.mapping.planner import Mapping, can_regroup, choose_slot, map_mask, why_not
 from tessera_cupy.mapping.stats import issued_pairs, useful_fraction
-from tessera_cupy.mapping.tiles import GROUP_ROWS, Tiles, TileShape
+from tessera_cupy.mapping.tiles import GROUP_ROWS, UNIT_ROWS, Tiles, TileShape
 
 __all__ = [
     "GROUP_ROWS",
+    "UNIT_ROWS",
     "Mapping",
     "TileShape",
     "Tiles",
+    "can_regroup",
     "choose_slot",
     "expand",
     "issued_pairs",

@@ -45,7 +45,7 @@ def expand(tiles: Tiles, sq: int, skv: int) -> NDArray[np.int16]:
         on[refined] &= flags[..., :slot] != 0
         fragment, r, c = np.nonzero(on)
         head = tiles.tile_head[tile[fragment]]
-        query = tiles.tile_q[tile[fragment], 0] + r
+        query = tiles.query_rows(tile[fragment], r)
         # Rows of the last group past the tile's end are computed, but never stored.
         stored = r < tiles.tile_q[tile[fragment], 1]
         key = tiles.frag_start[part][fragment] + c

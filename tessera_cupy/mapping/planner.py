@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -10,8 +10,9 @@ import numpy as np
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.mapping.kv_side import KvSide, largest_kv_block, lay_out
 from tessera_cupy.mapping.q_side import QSide, largest_q_block, tile_lists
+from tessera_cupy.mapping.regroup import regroup, reordered, units
 from tessera_cupy.mapping.share import share
-from tessera_cupy.mapping.tiles import GROUP_ROWS, Tiles, TileShape
+from tessera_cupy.mapping.tiles import GROUP_ROWS, UNIT_ROWS, Tiles, TileShape
 
 if TYPE_CHECKING:
     from tessera_cupy.masks.block_mask import BlockMask
@@ -31,8 +32,9 @@ class Mapping:
         q: "retain" (a tile is a query block), "merge" (a tile joins neighbouring query
             blocks and takes the union of their lists; membership masks what is off),
             "share" (the same, with steps that both halves of the tile need apart from
-            steps of one half, which the other skips) or "split" (a query block becomes
-            several tiles).
+            steps of one half, which the other skips), "regroup" (share, with tiles of the
+            query blocks whose lists are most alike in place of neighbours) or "split" (a
+            query block becomes several tiles).
         kv: "retain" (a step is a KV block), "merge" (a step covers an aligned group of
             neighbouring KV blocks, active or not), "split" (a KV block becomes several
             steps) or "pack" (active blocks from anywhere in the list share a step).
@@ -113,6 +115,15 @@ def choose_slot(mask: BlockMask, tile_kv: int) -> int:
     return max(slot for slot in slots if columns(slot) <= allowed)
 
 
+def can_regroup(block: int, q: int) -> bool:
+    """Whether blocks of ``block`` query rows can be regrouped into tiles of ``q`` rows.
+
+    A tile is filled by pairing blocks, then pairs, and so on; kernels take 16 rows from a place.
+    """
+    joined = q // block
+    return q % block == 0 and block % UNIT_ROWS == 0 and joined > 1 and joined.bit_count() == 1
+
+
 def _slots(kv: int, argument: str) -> list[int]:
     """Legal fragment sizes in a step of ``kv`` columns, ascending."""
     if kv < MIN_SLOT or kv % MIN_SLOT:
@@ -141,8 +152,17 @@ def why_not(mapping: Mapping, mask: BlockMask, q: int, kv: int) -> str | None:
         return f"retain Q needs query blocks of at most {q} rows (the tile), got {bq}"
     if mapping.q == "split" and bq <= q:
         return f"split Q needs query blocks of more than {q} rows (the tile), got {bq}"
-    if mapping.q == "share" and (mapping.kv != "pack" or q % (2 * GROUP_ROWS)):
-        return f"share Q needs pack KV and tiles of two halves, got {mapping.kv} KV and {q} rows"
+    if mapping.q in ("share", "regroup") and (mapping.kv != "pack" or q % (2 * GROUP_ROWS)):
+        got = f"{mapping.kv} KV and {q} rows"
+        return f"{mapping.q} Q needs pack KV and tiles of two halves, got {got}"
+    if mapping.q == "regroup":
+        if mask.q_block_sizes is not None:
+            return "regroup Q needs query blocks of one size, got ragged blocks"
+        if not can_regroup(bq, q):
+            return (
+                f"regroup Q needs query blocks of a multiple of {UNIT_ROWS} rows, of which 2, 4, 8 "
+                f"or another power of two fill a tile of {q} rows, got blocks of {bq}"
+            )
     if mapping.q in ("merge", "share"):
         if 2 * bq > q:
             return f"{mapping.q} Q needs two query blocks in a tile of {q} rows, got blocks of {bq}"
@@ -166,8 +186,8 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
 
     Every active (query, key) pair of the mask is in exactly one (tile, fragment), and no
     inactive pair is in any; every query row is in exactly one tile. Fragments of a tile
-    ascend by KV row, with share inside each of its classes. Heads and batches that the mask
-    broadcasts stay broadcast.
+    ascend by KV row, with share and regroup inside each of their classes. Heads and batches that
+    the mask broadcasts stay broadcast.
 
     Args:
         mask: the mask.
@@ -204,5 +224,18 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
     if reason is not None:
         expected, fix = "one that can serve the mask", "choose another mapping or tile"
         raise PlanNotEligibleError(wrong("mapping", expected, f"{mapping.name}: {reason}", fix))
-    tiles = lay_out(mask, tile_lists(mask, mapping.q, q), mapping.kv, TileShape(q, kv, slot))
+    shape = TileShape(q, kv, slot)
+    if mapping.q == "regroup":
+        return share(_regrouped(mask, shape))
+    tiles = lay_out(mask, tile_lists(mask, mapping.q, q), mapping.kv, shape)
     return share(tiles) if mapping.q == "share" else tiles
+
+
+def _regrouped(mask: BlockMask, shape: TileShape) -> Tiles:
+    """Merged and packed tiles of the query blocks whose lists are most alike."""
+    order = regroup(mask, shape.q)
+    rows = units(order, mask.block_size[0], shape.q, mask.shape[0])
+    moved = reordered(mask, order)
+    tiles = lay_out(moved, tile_lists(moved, "regroup", shape.q), "pack", shape)
+    tile_q = np.stack([rows[:, 0], tiles.tile_q[:, 1]], axis=1)
+    return replace(tiles, tile_q=tile_q, tile_units=rows)

@@ -1,7 +1,8 @@
 """The query side of mapping: which rows make a tile, and the list of KV blocks it needs.
 
-Retain and split cut single query blocks; merge and share join neighbouring ones and take the
-union of their lists, with a membership word that says which rows want which block.
+Retain and split cut single query blocks; merge, share and regroup join neighbouring ones and
+take the union of their lists, with a membership word that says which rows want which block.
+(Regroup has made neighbours of blocks that lie apart.)
 The KV side sees only the result, :class:`TileLists`.
 """
 
@@ -18,7 +19,7 @@ from tessera_cupy.mapping.tiles import GROUP_ROWS
 if TYPE_CHECKING:
     from tessera_cupy.masks.block_mask import BlockMask
 
-QSide = Literal["retain", "merge", "split", "share"]
+QSide = Literal["retain", "merge", "split", "share", "regroup"]
 
 #: In :attr:`TokenBlocks.blocks`: the query block does not list the KV block at all.
 ABSENT = -2
@@ -98,7 +99,7 @@ def group_bits(first: NDArray[Any], stop: NDArray[Any]) -> NDArray[np.uint32]:
 
 def tile_lists(mask: BlockMask, side: QSide, q: int) -> TileLists:
     """Cut or join the query blocks of a mask into tiles of at most ``q`` rows."""
-    return _merged(mask, q) if side in ("merge", "share") else _cut(mask, q)
+    return _cut(mask, q) if side in ("retain", "split") else _merged(mask, q)
 
 
 def blocks_in_tile(mask: BlockMask, q: int) -> int:

@@ -1,8 +1,8 @@
 """Physical tiles: the arrays that mapping hands to organization and to the kernels.
 
-A *tile* is a set of neighbouring query rows and the list of KV *fragments* that
-they attend to. A fragment is a run of at most ``slot`` neighbouring KV rows. One
-kernel *step* loads ``shape.fragments`` consecutive fragments of the list side by
+A *tile* is a set of query rows, neighbours unless they were regrouped, and the list of
+KV *fragments* that they attend to. A fragment is a run of at most ``slot`` neighbouring KV
+rows. One kernel *step* loads ``shape.fragments`` consecutive fragments of the list side by
 side into a physical KV tile of ``shape.kv`` columns: fragment ``i`` of a step owns
 columns ``[i * slot, (i + 1) * slot)``, and columns past its length are masked.
 
@@ -23,6 +23,10 @@ from numpy.typing import NDArray
 #: eight-row groups cost no more than sixteen-row ones, and they make block sizes
 #: that are only multiples of 8 exact.
 GROUP_ROWS = 8
+
+#: Rows of one unit: what a tile with regrouped rows takes from one place. It is what one
+#: warp holds in both ``mma.m16n8k16`` and ``wgmma.m64``.
+UNIT_ROWS = 16
 
 
 @dataclass(frozen=True, order=True)
@@ -59,6 +63,7 @@ class Tiles:
             sorted by head, then by first row. Broadcast masks are not expanded.
         tile_q: (T, 2) int32, first query row and number of rows (1 to ``shape.q``).
             Every query row of a head is in exactly one tile, also when its list is empty.
+            Rows ``0`` to ``rows - 1`` of the tile exist.
         frag_offsets: (T + 1,) int64, CSR over tiles. A tile's list holds whole steps
             except that the last step may be short.
         frag_start: (F,) int32, first KV row.
@@ -71,6 +76,10 @@ class Tiles:
             coordinates: bit ``c % 32`` of word ``c // 32`` of row ``r`` is set when row
             ``r`` of the tile attends to column ``c`` of the fragment. They refine
             membership: a bit outside the members is 0.
+        tile_units: (T, shape.q // 16) int32 where rows were regrouped: row ``r`` of tile ``t``
+            is query row ``tile_units[t, r // 16] + r % 16``, and ``tile_units[t, 0]`` is
+            ``tile_q[t, 0]``; -1 for units without rows. None where row ``r`` is query row
+            ``tile_q[t, 0] + r``.
     """
 
     shape: TileShape
@@ -83,6 +92,7 @@ class Tiles:
     frag_members: NDArray[np.uint32]
     frag_bits: NDArray[np.int32]
     bits: NDArray[np.uint32] = field(repr=False)
+    tile_units: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.tile_head)
@@ -93,6 +103,12 @@ class Tiles:
         counts = np.diff(self.frag_offsets)
         return ((counts + self.shape.fragments - 1) // self.shape.fragments).astype(np.int32)
 
+    def query_rows(self, tile: Any, row: Any) -> Any:
+        """Query rows of the head that rows of tiles are; both integers or arrays that broadcast."""
+        if self.tile_units is None:
+            return self.tile_q[tile, 0] + row
+        return self.tile_units[tile, row // UNIT_ROWS] + row % UNIT_ROWS
+
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
@@ -100,6 +116,7 @@ class Tiles:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The arrays by name, in the order of the class."""
+        units = {} if self.tile_units is None else {"tile_units": self.tile_units}
         return {
             "tile_head": self.tile_head,
             "tile_q": self.tile_q,
@@ -109,4 +126,5 @@ class Tiles:
             "frag_members": self.frag_members,
             "frag_bits": self.frag_bits,
             "bits": self.bits,
+            **units,
         }

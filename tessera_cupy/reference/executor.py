@@ -170,8 +170,7 @@ def execute_tiles(
     for task in range(len(tasks)):
         b, h = divmod(int(tasks.task_head[task]), q_heads)
         tile = int(tasks.task_tile[task])
-        first, rows = tiles.tile_q[tile].tolist()
-        mine = slice(first, first + rows)
+        mine = tiles.query_rows(tile, np.arange(tiles.tile_q[tile, 1]))
         softmax = _Softmax(q[b, h, mine], tiles.shape.kv, v.shape[3])
         keys, values = k[b, h // shared], v[b, h // shared]
         begin, end = int(tasks.task_begin[task]), int(tasks.task_end[task])
@@ -186,10 +185,9 @@ def execute_tiles(
 
     for i, (head, tile) in enumerate(zip(tasks.merge_head, tasks.merge_tile, strict=True)):
         b, h = divmod(int(head), q_heads)
-        first, rows = tiles.tile_q[tile].tolist()
+        mine = tiles.query_rows(tile, np.arange(tiles.tile_q[tile, 1]))
         slots = range(tasks.merge_offsets[i], tasks.merge_offsets[i + 1])
-        mine = slice(first, first + rows)
-        out[b, h, mine], lse[b, h, mine] = partials.merge(slots, rows)
+        out[b, h, mine], lse[b, h, mine] = partials.merge(slots, len(mine))
     out = request_layout(out, layout)
     return (out, lse) if return_lse else out
 
@@ -207,7 +205,8 @@ def _check(
     fix = "plan for these arrays"
     if q.shape[1] != q_heads:
         raise ValueError(wrong("q", f"{q_heads} heads", q.shape[1], fix))
-    rows = int(tiles.tile_q.sum(axis=1).max(initial=0))
+    last = np.minimum(np.arange(tiles.shape.q), tiles.tile_q[:, 1, None] - 1)
+    rows = int(tiles.query_rows(np.arange(len(tiles))[:, None], last).max(initial=-1)) + 1
     if rows > q.shape[2]:
         raise ValueError(wrong("q", f"at least the tiles' {rows} rows", q.shape[2], fix))
     loaded = tiles.frag_len > 0

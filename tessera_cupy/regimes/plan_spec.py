@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from tessera_cupy.errors import wrong
-from tessera_cupy.mapping import GROUP_ROWS, Mapping
+from tessera_cupy.mapping import GROUP_ROWS, Mapping, can_regroup
 from tessera_cupy.organization import Organization
 
 #: Attention kernels that a plan may name.
@@ -81,6 +81,8 @@ class PlanSpec:
         ``ragged`` sizes are those of the largest block. A merge of ragged blocks depends on
         where the blocks lie, so it is never promised here.
         """
+        if self.mapping.q in ("share", "regroup") and self.mapping.kv != "pack":
+            return False
         return _serves(self.mapping.q, block_q, self.tile_q, ragged) and _serves(
             self.mapping.kv, block_kv, self.tile_kv, ragged
         )
@@ -89,6 +91,8 @@ class PlanSpec:
 def _serves(how: str, block: int, tile: int, ragged: bool) -> bool:
     if how == "retain":
         return block <= tile
+    if how == "regroup":
+        return can_regroup(block, tile) and not ragged
     if how in ("merge", "share"):
         return 2 * block <= tile and not ragged
     return how == "pack" or block > tile

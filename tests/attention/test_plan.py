@@ -273,6 +273,14 @@ def test_kernels_that_need_a_token_are_passed_over_without_one(tokens: tuple[int
         make_plan(mask, spec, regime="attend_wgmma/q128k128/retain-pack/rows", arch="sm_90a")
 
 
+def test_kernels_that_load_neighbouring_rows_are_not_given_others() -> None:
+    mask = BlockMask.from_dense(np.ones((4, 3), bool), (32, 64))
+    spec = ArraySpec((1, 4, 128, 64), "float16")
+    for kernel in ("attend_wgmma/q128k128", "attend_mma/q64k64"):
+        with pytest.raises(PlanNotEligibleError, match="loads neighbouring query rows only"):
+            make_plan(mask, spec, regime=f"{kernel}/regroup-pack/rows")
+
+
 def test_a_gpu_with_too_little_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     small: Arch = replace(ARCHS["sm_89"], smem_block=16 << 10)
     monkeypatch.setattr("tessera_cupy.attention.get_arch", lambda name: small)

@@ -26,7 +26,7 @@ def ragged(q_sizes=None, kv_sizes=None) -> BlockMask:
 
 
 def test_names_round_trip():
-    for q in ("retain", "merge", "share", "split"):
+    for q in ("retain", "merge", "share", "regroup", "split"):
         for kv in ("retain", "merge", "split", "pack"):
             mapping = Mapping(q, kv)
             assert mapping.name == f"{q}-{kv}"
@@ -41,7 +41,7 @@ def test_unknown_names(name):
 
 def test_unknown_side_says_what_is_known():
     with pytest.raises(
-        ValueError, match="`q`: expected one of retain, merge, split, share, got 'pack'"
+        ValueError, match="`q`: expected one of retain, merge, split, share, regroup, got"
     ):
         Mapping("pack", "pack")
 
@@ -105,6 +105,16 @@ CASES = [
     ("merge-pack", ragged(q_sizes=[32, 8, 5]), 64, 64, None),
     ("merge-pack", ragged(q_sizes=[32, 8, 5, 0, 0]), 64, 64, None),
     ("merge-pack", ragged(q_sizes=[[32, 8], [20, 20]]), 64, 64, "begin at multiples of 8 rows"),
+    ("regroup-pack", uniform(16, 16), 128, 64, None),
+    ("regroup-pack", uniform(48, 64), 96, 64, None),
+    ("regroup-pack", uniform(64, 24), 128, 64, None),
+    ("regroup-pack", ragged(kv_sizes=[3, 65]), 128, 64, None),
+    ("regroup-pack", uniform(64, 64), 64, 64, "fill a tile of 64 rows, got blocks of 64"),
+    ("regroup-pack", uniform(24, 64), 48, 64, "a multiple of 16 rows"),
+    ("regroup-pack", uniform(32, 64), 96, 64, "2, 4, 8 or another power of two"),
+    ("regroup-pack", uniform(48, 64), 128, 64, "fill a tile of 128 rows, got blocks of 48"),
+    ("regroup-pack", ragged(q_sizes=[16, 16]), 64, 64, "got ragged blocks"),
+    ("regroup-retain", uniform(32, 32), 64, 64, "regroup Q needs pack KV"),
     ("retain-retain", uniform(64, 64), 64, 64, None),
     ("retain-retain", uniform(64, 72), 64, 64, "at most 64 rows (the tile), got 72"),
     ("retain-retain", ragged(kv_sizes=[3, 65]), 64, 64, "at most 64 rows (the tile), got 65"),

@@ -15,7 +15,7 @@ from tessera_cupy.masks import BlockMask
 
 MAPPINGS = [
     Mapping(q, kv)
-    for q in ("retain", "merge", "share", "split")
+    for q in ("retain", "merge", "share", "regroup", "split")
     for kv in ("retain", "merge", "split", "pack")
 ]
 TILE_Q = (16, 32, 64, 128, 192, 256)
@@ -107,12 +107,22 @@ def check_arrays(tiles):
 
 
 def check_rows(tiles, sq):
-    """Tiles ascend, and those of a head cover rows 0 to sq in turn."""
+    """Tiles ascend, and those of a head cover rows 0 to sq: in turn, unless regrouped."""
     first, rows = tiles.tile_q.T
     if sq == 0:
         assert len(tiles) == 0
         return
     assert ((rows >= 1) & (rows <= tiles.shape.q)).all()
+    units = tiles.tile_units
+    if units is not None:
+        assert units.shape == (len(tiles), tiles.shape.q // 16)
+        np.testing.assert_array_equal(units[:, 0], first)
+        np.testing.assert_array_equal(units >= 0, np.arange(0, tiles.shape.q, 16) < rows[:, None])
+        assert (np.diff(tiles.tile_head * (sq + 1) + first) > 0).all()
+        tile, row = np.nonzero(np.arange(tiles.shape.q) < rows[:, None])
+        covered = tiles.tile_head[tile] * sq + tiles.query_rows(tile, row)
+        np.testing.assert_array_equal(np.sort(covered), np.arange(tiles.heads * sq))
+        return
     opens = np.flatnonzero(first == 0)
     np.testing.assert_array_equal(tiles.tile_head[opens], np.arange(tiles.heads))
     np.testing.assert_array_equal(np.cumsum(first == 0) - 1, tiles.tile_head)
@@ -198,7 +208,7 @@ def check_classes(tiles):
 
 
 def check_steps(tiles, mask, tokens, mapping):
-    if mapping.q == "share":
+    if mapping.q in ("share", "regroup"):
         check_classes(tiles)
         return
     kv_side = mapping.kv
@@ -256,7 +266,7 @@ def check_tile_count(tiles, mask, q_side):
     sizes = np.diff(
         np.broadcast_to(mask.q_starts(), (mask.batch, mask.heads, mask.num_blocks[0] + 1))
     )
-    if q_side in ("merge", "share"):
+    if q_side in ("merge", "share", "regroup"):
         joined = tiles.shape.q // max(int(sizes.max(initial=0)), 8)
         if mask.q_block_sizes is None:
             joined = tiles.shape.q // mask.block_size[0]
@@ -283,7 +293,7 @@ def test_each_active_pair_once_and_no_other(made, q, kv, data):
         np.testing.assert_array_equal(expand(tiles, *mask.shape), tokens, mapping.name)
         check_arrays(tiles)
         check_rows(tiles, mask.shape[0])
-        check_fragments(tiles, mask.shape[1], in_order=mapping.q != "share")
+        check_fragments(tiles, mask.shape[1], in_order=mapping.q not in ("share", "regroup"))
         check_bits(tiles)
         check_steps(tiles, mask, tokens, mapping)
         check_tile_count(tiles, mask, mapping.q)

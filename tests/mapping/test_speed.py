@@ -19,6 +19,8 @@ CASES = [
     ("share-pack", 64, 128, 128),
     ("share-pack", 32, 128, 128),
     ("share-pack", 16, 128, 128),
+    ("regroup-pack", 64, 128, 128),
+    ("regroup-pack", 16, 128, 128),
     ("merge-pack", 64, 128, 64),
     ("merge-pack", 32, 64, 64),
     ("merge-pack", 16, 64, 64),

@@ -23,7 +23,7 @@ MAPPINGS = [
     Mapping(q, kv)
     for q in ("retain", "merge", "split")
     for kv in ("retain", "merge", "split", "pack")
-]
+] + [Mapping("share", "pack"), Mapping("regroup", "pack")]
 ORGANIZATIONS = [Organization(*flags) for flags in itertools.product([False, True], repeat=4)]
 DEVICE = DeviceModel(sms=16, ctas_per_sm=1, l2_bytes=1 << 14)
 SMALLEST = TileShape(8, 8, 8)
@@ -147,7 +147,7 @@ def test_the_executor_computes_what_the_mask_says(
 def some_mask(mapping: Mapping, tokens: bool) -> tuple[BlockMask, int, int]:
     """A mask with tails, an empty row, and tile sizes that this mapping can serve."""
     rng = np.random.default_rng(3)
-    bq = {"retain": 64, "merge": 24, "split": 80}[mapping.q]
+    bq = {"retain": 64, "merge": 24, "share": 24, "regroup": 16, "split": 80}[mapping.q]
     bkv = {"retain": 32, "merge": 16, "split": 80, "pack": 48}[mapping.kv]
     sq, skv = 200, 330
     blocks = rng.random((2, -(-sq // bq), -(-skv // bkv))) < 0.5
@@ -169,8 +169,9 @@ def test_every_mapping(mapping: Mapping, tokens: bool) -> None:
     case_.check(tiles, case_.tasks(tiles, Organization()))
 
 
+@pytest.mark.parametrize("q_side", ["merge", "regroup"])
 @pytest.mark.parametrize("organization", ORGANIZATIONS, ids=lambda o: o.name)
-def test_every_organization(organization: Organization) -> None:
+def test_every_organization(organization: Organization, q_side: Any) -> None:
     rng = np.random.default_rng(5)
     blocks = rng.random((2, 4, 10, 40)) < 0.5
     blocks[:, :, 3] = True
@@ -179,7 +180,7 @@ def test_every_organization(organization: Organization) -> None:
     blocks[0, :, :, 20:] = False
     mask = BlockMask.from_dense(blocks, (16, 16), (155, 633))
     case_ = case(mask, batch=2, kv_heads=2, shared=2)
-    tiles = map_mask(mask, Mapping("merge", "pack"), 64, 16)
+    tiles = map_mask(mask, Mapping(q_side, "pack"), 64, 16)
     tasks = case_.tasks(tiles, organization)
     assert (tasks.slots > 0) == organization.split
     case_.check(tiles, tasks)
@@ -491,6 +492,9 @@ def test_tiles_of_another_request_are_refused() -> None:
     }.items():
         with pytest.raises(ValueError, match=f"`{name}"):
             case_.run(tiles, tasks, **inputs)
+    apart = replace(tiles, tile_units=np.tile(np.array([[0], [16], [33]], np.int32), (2, 1)))
+    with pytest.raises(ValueError, match=r"`q`: expected at least the tiles' 49 rows, got 48"):
+        case_.run(apart, tasks)
     with pytest.raises(ValueError, match="`tasks`: expected heads below"):
         case_.run(tiles, replace(tasks, task_head=tasks.task_head + 1))
     swapped = replace(tasks, task_head=tasks.task_head[::-1].copy())

@@ -10,7 +10,7 @@ from tessera_cupy.masks import BlockMask
 from tessera_cupy.organization import Organization
 from tessera_cupy.regimes import PlanSpec
 
-Q_SIDES = ("retain", "merge", "split")
+Q_SIDES = ("retain", "merge", "share", "regroup", "split")
 KV_SIDES = ("retain", "merge", "split", "pack")
 
 
