@@ -18,6 +18,7 @@ import numpy as np
 from tessera_cupy import interop
 from tessera_cupy.attention import make_plan
 from tessera_cupy.bench import gpu
+from tessera_cupy.bench.corpus import random_mask
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.plan import Plan
@@ -37,21 +38,6 @@ class Case:
 
 
 CASES = tuple(Case(block, density) for block in (128, 64, 32, 16) for density in (1.0, 0.1))
-
-
-def random_mask(case: Case, heads: int, tokens: int, rng: np.random.Generator) -> BlockMask:
-    """A mask with the same number of blocks in each row.
-
-    >>> random_mask(Case(64, 0.5), 2, 512, np.random.default_rng(0)).density()
-    0.5
-    """
-    blocks = -(-tokens // case.block)
-    kept = max(1, round(case.density * blocks))
-    mask = np.zeros((1, heads, blocks, blocks), bool)
-    for head in range(heads):  # one head at a time: the random keys are eight times the mask
-        columns = np.argpartition(rng.random((blocks, blocks)), kept - 1, axis=-1)[:, :kept]
-        np.put_along_axis(mask[0, head], columns, True, axis=-1)
-    return BlockMask.from_dense(mask, (case.block, case.block), (tokens, tokens))
 
 
 def plan_of_kernel(kernel: str, mask: BlockMask, q: Any, k: Any, v: Any) -> Plan:
@@ -117,13 +103,12 @@ def run(
     dense_flops = 4 * head_dim * tokens**2 * heads
     backends = {}
     for title, backend in BACKENDS:
-        call = gpu.torch_sdpa(q, k, v, backend)
-        if call is not None:
-            backends[title] = dense_flops / timed(call) / 1e9
+        if gpu.has_torch():
+            backends[title] = dense_flops / timed(gpu.dense_call(q, k, v, backend)) / 1e9
         on_case()
     rows = []
     for case in cases:
-        mask = random_mask(case, heads, tokens, rng)
+        mask = random_mask((case.block, case.block), case.density, heads, tokens, rng)
         plan = make_plan(mask, q, k, v) if kernel is None else plan_of_kernel(kernel, mask, q, k, v)
         ms = timed(partial(plan.run, q, k, v, out=out))
         rate = 4 * head_dim * mask.active_pairs() / ms / 1e9

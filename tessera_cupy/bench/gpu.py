@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 
 from tessera_cupy.interop import import_cupy
 
-#: Calls between two events.
-CALLS = 5
+#: Least time between the two events of a run, in milliseconds. Launch gaps and the events'
+#: half a microsecond are then below a thousandth, and the clock has time to settle.
+RUN_MS = 20.0
 
 
 def name() -> str:
@@ -26,26 +28,101 @@ def median_ms(
 ) -> float:
     """Median time of a call on the current CuPy stream, in milliseconds, by CUDA events.
 
-    Each run is several calls back to back, so that the host's part of a call hides behind the
-    GPU's part of the one before, as it does in a model.
+    The same as :func:`medians_ms` with one contestant.
     """
+    return medians_ms({"": call}, on_run, warm_up=warm_up, runs=runs)[""]
+
+
+def medians_ms(
+    calls: Mapping[str, Callable[[], object]],
+    on_run: Callable[[], None],
+    *,
+    warm_up: int,
+    runs: int,
+) -> dict[str, float]:
+    """Median time of each contestant's call on the current CuPy stream, by CUDA events.
+
+    Contestants take turns, one run each, so that a clock that drifts and a neighbour on the
+    machine meet all of them alike; the order of a turn is reversed each time. A run is as many
+    calls back to back as take :data:`RUN_MS`, so that the host's part of a call hides behind
+    the GPU's part of the one before, as it does in a model.
+
+    Args:
+        calls: by name, what to time.
+        on_run: called after each run, ``len(calls) * (warm_up + runs)`` times in all.
+        warm_up: turns that do not count, at least 1; they also find the number of calls.
+        runs: turns that count.
+
+    Returns:
+        By name, milliseconds of one call.
+    """
+    order = list(calls)
+    counts = dict.fromkeys(order, 1)
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for turn in range(warm_up + runs):
+        for name in reversed(order) if turn % 2 else order:
+            ms = _run_ms(calls[name], counts[name])
+            if turn < warm_up:
+                counts[name] = max(1, math.ceil(RUN_MS / ms))
+            else:
+                times[name].append(ms)
+            on_run()
+    return {name: float(np.median(values)) for name, values in times.items()}
+
+
+def _run_ms(call: Callable[[], object], count: int) -> float:
     cupy = import_cupy()
-    times = []
-    for run in range(warm_up + runs):
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record()
-        for _ in range(CALLS):
-            call()
-        end.record()
-        end.synchronize()
-        if run >= warm_up:
-            times.append(cupy.cuda.get_elapsed_time(begin, end) / CALLS)
-        on_run()
-    return float(np.median(times))
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    # One untimed call keeps the GPU busy while the host queues the event and the first timed
+    # call. With the event on an idle GPU, the clock would run while the host is still on its
+    # way to the first launch: 0.2 ms a run were seen, charged most to whoever is fastest.
+    call()
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(cupy.cuda.get_elapsed_time(begin, end)) / count
 
 
-def torch_sdpa(q: Any, k: Any, v: Any, backend: str | None = None) -> Callable[[], object] | None:
-    """Dense attention of torch on the current CuPy stream; None where torch has no GPU.
+def has_torch() -> bool:
+    """Whether torch is installed and can use a GPU."""
+    if find_spec("torch") is None:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def torch_tensors(*arrays: Any) -> tuple[Any, ...]:
+    """Bfloat16 CuPy arrays as torch tensors over the same memory."""
+    import torch
+
+    cupy = import_cupy()
+    # Through int16, which every version of both libraries exchanges.
+    return tuple(torch.from_dlpack(x.view(cupy.int16)).view(torch.bfloat16) for x in arrays)
+
+
+def torch_stream() -> Callable[[], AbstractContextManager[Any]]:
+    """Makes contexts in which torch works on the CuPy stream that is current now."""
+    import torch
+
+    pointer = import_cupy().cuda.get_current_stream().ptr
+    # torch takes address 0 for a stream of its own.
+    stream = torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
+    return lambda: torch.cuda.stream(stream)
+
+
+def torch_sdpa(q: Any, k: Any, v: Any) -> Callable[[], object] | None:
+    """Dense attention of torch, which chooses the backend; None where torch has no GPU.
+
+    Arguments as in :func:`dense_call`.
+    """
+    return dense_call(q, k, v, None) if has_torch() else None
+
+
+def dense_call(q: Any, k: Any, v: Any, backend: str | None) -> Callable[[], object]:
+    """Dense attention of torch on the current CuPy stream.
 
     Args:
         q: (batch, heads, tokens, d) CuPy bfloat16 array.
@@ -53,18 +130,9 @@ def torch_sdpa(q: Any, k: Any, v: Any, backend: str | None = None) -> Callable[[
         v: the same.
         backend: name in ``torch.nn.attention.SDPBackend``; None leaves the choice to torch.
     """
-    if find_spec("torch") is None:
-        return None
     import torch
 
-    if not torch.cuda.is_available():
-        return None
-    cupy = import_cupy()
-    # Through int16, which every version of both libraries exchanges.
-    shared = [torch.from_dlpack(x.view(cupy.int16)).view(torch.bfloat16) for x in (q, k, v)]
-    pointer = cupy.cuda.get_current_stream().ptr
-    # torch takes address 0 for a stream of its own.
-    stream = torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
+    shared, on_stream = torch_tensors(q, k, v), torch_stream()
     attention = torch.nn.attention
 
     def call() -> object:
@@ -73,7 +141,7 @@ def torch_sdpa(q: Any, k: Any, v: Any, backend: str | None = None) -> Callable[[
             if backend is None
             else attention.sdpa_kernel(getattr(attention.SDPBackend, backend))
         )
-        with torch.cuda.stream(stream), chosen:
+        with on_stream(), chosen:
             return torch.nn.functional.scaled_dot_product_attention(*shared)
 
     return call

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 from rich.table import Table
 
+from tessera_cupy.bench.clips import CLIPS
+from tessera_cupy.bench.families import FAMILIES, MASKS
+from tessera_cupy.bench.peers import PEERS
 from tessera_cupy.cli.output import Commands, Output, add_json
 
 
@@ -16,6 +22,11 @@ def add_to(commands: Commands) -> None:
     """Declare the command."""
     parser = commands.add_parser("bench", help="measure on the GPU here")
     kinds = parser.add_subparsers(title="measurements", required=True, metavar="WHAT")
+    _add_attention(kinds)
+    _add_families(kinds)
+
+
+def _add_attention(kinds: Commands) -> None:
     attention = kinds.add_parser(
         "attention",
         help="attention rates against torch's dense attention in the same run",
@@ -32,6 +43,60 @@ def add_to(commands: Commands) -> None:
     attention.set_defaults(run=_attention)
 
 
+def _add_families(kinds: Commands) -> None:
+    families = kinds.add_parser(
+        "families",
+        help="the block families on masks from real video frames, beside torch's attention",
+        description="Masks regenerated from video frames by SPADE's rule, bfloat16. Each output "
+        "is checked against float64 on sampled rows; a wrong one ends the command with status "
+        "1. Rates count active pairs only; cuDNN's dense attention is timed in turns with each "
+        "mask.",
+    )
+    size = families.add_mutually_exclusive_group()
+    size.add_argument(
+        "--tokens",
+        type=int,
+        default=57600,
+        help="of a known model's grid; any number, if masks are random (default: 57600)",
+    )
+    size.add_argument(
+        "--grid", type=int, nargs=3, metavar=("T", "H", "W"), help="frames, rows, columns of tokens"
+    )
+    families.add_argument("--heads", type=int, default=8)
+    families.add_argument("--head-dim", type=int, default=128)
+    families.add_argument(
+        "--family",
+        action="append",
+        choices=[family.name for family in FAMILIES],
+        metavar="NAME",
+        help=f"of {', '.join(family.name for family in FAMILIES)}; may be repeated (default: all)",
+    )
+    families.add_argument(
+        "--clip", action="append", choices=CLIPS, help="may be repeated (default: both)"
+    )
+    families.add_argument(
+        "--peers",
+        nargs="*",
+        choices=[peer.name for peer in PEERS],
+        help="dense cuDNN, dense FlashAttention-2, FlexAttention; with no name, none (default: "
+        "all, where torch is installed)",
+    )
+    families.add_argument(
+        "--masks",
+        choices=MASKS,
+        default="spade",
+        help="random ones keep as many blocks in each row (default: spade)",
+    )
+    families.add_argument(
+        "--mask-cache",
+        type=Path,
+        metavar="FILE.npz",
+        help="take masks from this file, and add those that it lacks",
+    )
+    add_json(families)
+    families.set_defaults(run=_families)
+
+
 def _attention(args: argparse.Namespace, output: Output) -> int:
     from tessera_cupy.bench.attention import BACKENDS, CASES, run
 
@@ -45,9 +110,13 @@ def _attention(args: argparse.Namespace, output: Output) -> int:
             lambda: progress.advance(bar),
             args.kernel,
         )
-    report["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    report["date"] = _today()
     output.show(report, _table(report))
     return 0
+
+
+def _today() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
 
 
 def _table(report: dict[str, Any]) -> Table:
@@ -69,3 +138,32 @@ def _table(report: dict[str, Any]) -> Table:
             *[f"{ratio:.2f}x" for ratio in case["ratios"].values()],
         )
     return table
+
+
+def _families(args: argparse.Namespace, output: Output) -> int:
+    from tessera_cupy.bench.families_run import run_families
+    from tessera_cupy.bench.families_table import families_table
+
+    report = run_families(
+        tokens=args.tokens,
+        grid=tuple(args.grid) if args.grid else None,
+        heads=args.heads,
+        head_dim=args.head_dim,
+        families=args.family,
+        clips=args.clip,
+        peers=args.peers,
+        masks=args.masks,
+        mask_cache=args.mask_cache,
+        console=output.console,
+    )
+    report["date"] = _today()
+    report["command"] = shlex.join(["tessera-cupy", *sys.argv[1:]])
+    output.show(report, families_table(report))
+    for case in report["cases"]:
+        check = case["check"]
+        if not check["passed"]:
+            output.warn(
+                f"wrong output on {case['family']} {case['clip']}: error {check['error']:.1e}, "
+                f"{check['allowed']:.1e} allowed"
+            )
+    return 0 if report["passed"] else 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tessera_cupy import reference
-from tessera_cupy.bench.check import Check, check_rows
+from tessera_cupy.bench.check import Check, check_rows, expect_rows
 from tessera_cupy.masks import BlockMask
 
 RNG = np.random.default_rng(0)
@@ -63,3 +63,57 @@ def test_a_row_that_was_never_written_fails_even_between_the_samples() -> None:
     assert not check.passed
     # And where it was sampled, it is no number that the comparison could lose.
     assert not judge(out, rows=120).passed
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 120, 500])
+def test_sampled_rows_are_those_of_the_whole_oracle(rows: int) -> None:
+    expected = expect_rows(MASK, Q, K, V, rows=rows, dtype=np.float16, on_head=lambda: None)
+    whole = reference.attention(Q, K, V, MASK)
+    assert expected.rows.shape == (3, min(max(rows, 2), 120))
+    for head, at in enumerate(expected.rows):
+        assert (at[0], at[-1]) == (0, 119)
+        assert (np.diff(at) > 0).all()
+        np.testing.assert_allclose(expected.exact[head], whole[0, head, at], rtol=1e-12)
+    assert (expected.allowed > 0).all()
+
+
+def test_sampled_rows_are_random_but_the_same_each_time() -> None:
+    def rows() -> np.ndarray:
+        return expect_rows(MASK, Q, K, V, rows=20, dtype=np.float16, on_head=lambda: None).rows
+
+    first = rows()
+    assert (first == rows()).all()
+    assert (first[0] != first[1]).any()
+    assert len(set(np.diff(first[0]).tolist())) > 3
+
+
+def test_one_expectation_serves_many_outputs() -> None:
+    expected = expect_rows(MASK, Q, K, V, rows=120, dtype=np.float32, on_head=lambda: None)
+    right = reference.attention(Q, K, V, MASK).astype(np.float32)
+    assert expected.check(right).passed
+    assert not expected.check(right[:, :, ::-1]).passed
+    assert expected.check(right).passed
+
+
+def test_inputs_widened_to_float32_give_the_same_verdict() -> None:
+    narrow = [x.astype(ml_dtypes.bfloat16) for x in (Q, K, V)]
+    options = {"rows": 30, "dtype": ml_dtypes.bfloat16, "on_head": lambda: None}
+    one = expect_rows(MASK, *narrow, **options)
+    other = expect_rows(MASK, *(x.astype(np.float32) for x in narrow), **options)
+    assert (one.exact == other.exact).all()
+    assert (one.allowed == other.allowed).all()
+
+
+def test_what_is_allowed_is_twice_a_plain_computation_and_the_rounding_of_the_output() -> None:
+    dtype = ml_dtypes.bfloat16
+    arrays = [x.astype(dtype).astype(np.float32) for x in (Q, K, V)]
+    expected = expect_rows(MASK, *arrays, rows=120, dtype=dtype, on_head=lambda: None)
+    exact = reference.attention(*arrays, MASK)[0]
+    keep = MASK.to_tokens()[0]
+    for h, (q, k, v) in enumerate(zip(*(x[0] for x in arrays), strict=True)):
+        scores = np.where(keep[h], q @ k.T / 4, np.float32(-np.inf))
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        plain = weights.astype(dtype).astype(np.float32) @ v / weights.sum(axis=1, keepdims=True)
+        error = np.abs(plain.astype(dtype).astype(np.float64) - exact[h]).max()
+        allowed = 2 * error + 2**-7 * np.abs(exact[h]).max()
+        assert expected.allowed[h] == pytest.approx(allowed, rel=1e-3)

@@ -1,0 +1,148 @@
+"""The run behind ``bench families``: masks, input, measurements, one report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tessera_cupy import interop
+from tessera_cupy.bench import contest
+from tessera_cupy.bench.clips import CLIPS
+from tessera_cupy.bench.corpus import Source, full_mask, mask_of_bits, random_mask
+from tessera_cupy.bench.families import FAMILIES, Family
+from tessera_cupy.bench.family_rates import Case, Request, measure_all
+from tessera_cupy.bench.mask_file import cached_bits
+from tessera_cupy.bench.steps import Steps
+from tessera_cupy.errors import wrong
+from tessera_cupy.video import MODELS, VideoGrid
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run_families(
+    *,
+    tokens: int,
+    grid: tuple[int, int, int] | None,
+    heads: int,
+    head_dim: int,
+    families: Sequence[str] | None,
+    clips: Sequence[str] | None,
+    peers: Sequence[str] | None,
+    masks: str,
+    mask_cache: Path | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Measure the block families on the GPU here.
+
+    Args:
+        tokens: query and key tokens; for masks from video those of a known model's grid.
+        grid: (frames, rows, columns) of tokens, which then count in place of ``tokens``.
+        heads: heads of q, k and v, each with a mask of its own.
+        head_dim: elements of a row.
+        families: names; None means all.
+        clips: names of clips; None means both.
+        peers: names; None means all that can run here.
+        masks: ``"spade"``; or ``"random"``, which keeps as many blocks in each row.
+        mask_cache: file to take masks from, and to add those to that it lacks.
+        console: where progress goes.
+
+    Returns:
+        The report of :func:`~tessera_cupy.bench.family_rates.measure_all`, and in it
+        ``grid``, None for random masks without one, and ``masks``, in words.
+
+    Raises:
+        NoGpuError: there is none.
+        MissingExtraError: masks have to be made, and scikit-video or av is not installed.
+        ValueError: an argument that cannot be served.
+    """
+    cupy = interop.import_cupy()
+    chosen_peers = contest.choose(peers)
+    chosen = [family for family in FAMILIES if families is None or family.name in families]
+    if heads < 1:
+        raise ValueError(wrong("heads", "at least 1", heads, "pass 1 or more"))
+    laid = None if grid is None else VideoGrid(*grid)
+    steps = Steps(console, count=2 if masks == "random" else 3)
+
+    cases: Iterable[Case]
+    if masks == "random":
+        _refuse_with_random(clip=clips, mask_cache=mask_cache)
+        count = tokens if laid is None else laid.tokens
+        cases, total = _random_cases(chosen, heads, count), len(chosen)
+        what = "random, with the same number of blocks in every row"
+    else:
+        laid = laid or _model_grid(tokens)
+        count = laid.tokens
+        sparse = [family for family in chosen if family.keep < 1]
+        sources = [Source(clip, laid, heads, head_dim) for clip in dict.fromkeys(clips or CLIPS)]
+        what = f"SPADE's rule, regenerated from {' and '.join(s.clip for s in sources)}"
+        with steps.step("Masks", len(sources) * len(sparse) * heads) as step:
+            bits = cached_bits(mask_cache, sources, sparse, step.advance, cupy.asarray)
+            step.done(f"{len(sparse)} families: {what}")
+        cases, total = _video_cases(chosen, sources, bits), len(sources) * len(chosen)
+
+    with steps.step("q, k, v") as step:
+        request = Request(heads, count, head_dim)
+        step.done(f"{count:,} tokens, {heads} heads of {head_dim}, bfloat16, normal")
+
+    with steps.step("Measure", total) as step:
+
+        def on_case(figures: Mapping[str, Any]) -> None:
+            step.advance()
+            name = f"{figures['family']} {figures['clip']}"
+            console.print(f"  {name}: {figures['ms']:.3f} ms, {figures['tflops']:.0f} TFLOP/s")
+
+        report = measure_all(cases, request, chosen_peers, on_case)
+        step.done(f"{total} masks beside {len(chosen_peers)} peers")
+    return report | {"grid": None if laid is None else str(laid), "masks": what}
+
+
+def _model_grid(tokens: int) -> VideoGrid:
+    """The grid of the first known model with so many tokens."""
+    known = {model.grid.tokens: model.grid for model in reversed(MODELS.values())}
+    if tokens not in known:
+        raise ValueError(
+            wrong(
+                "tokens",
+                f"those of a known model's grid: {', '.join(map(str, sorted(known)))}",
+                tokens,
+                "pass --grid T H W, or --masks random",
+            )
+        )
+    return known[tokens]
+
+
+def _refuse_with_random(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                wrong(
+                    name,
+                    "nothing with random masks",
+                    value,
+                    "leave it out, or take masks from video",
+                )
+            )
+
+
+def _video_cases(
+    families: Sequence[Family], sources: Sequence[Source], bits: Mapping[tuple[str, str], Any]
+) -> Iterator[Case]:
+    for family in families:
+        for source in sources:
+            tokens = source.grid.tokens
+            if family.keep < 1:
+                mask = mask_of_bits(family, bits[source.clip, family.name], tokens)
+            else:
+                mask = full_mask(family, source.heads, tokens)
+            yield Case(family, source.clip, mask)
+
+
+def _random_cases(families: Sequence[Family], heads: int, tokens: int) -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    for family in families:
+        mask = random_mask(family.block_size, family.density, heads, tokens, rng)
+        yield Case(family, "random", mask)

@@ -1,0 +1,48 @@
+"""``bench attention`` with NumPy in the place of the GPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tessera_cupy.bench import attention, gpu
+from tessera_cupy.bench.attention import Case
+from tessera_cupy.plan import Plan
+
+
+@pytest.fixture
+def simulated(queue: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(plan: Plan, q: Any, k: Any, v: Any, *, out: Any) -> None:
+        queue.launch("ours", host=0.01, work=2.0)
+
+    monkeypatch.setattr(Plan, "run", run)
+    monkeypatch.setattr(gpu, "has_torch", lambda: True)
+    monkeypatch.setattr(
+        gpu, "dense_call", lambda *_: lambda: queue.launch("dense", host=0.01, work=8.0)
+    )
+    return queue
+
+
+def test_rates_and_ratios(simulated: Any) -> None:
+    seen: list[int] = []
+    cases = (Case(64, 1.0), Case(64, 0.25))
+    report = attention.run(256, 2, 16, cases, lambda: seen.append(1))
+    assert len(seen) == len(cases) + len(attention.BACKENDS)
+    dense = 4 * 16 * 256**2 * 2 / 8.0 / 1e9
+    assert report["dense_tflops"] == pytest.approx({"FA2": dense, "cuDNN": dense})
+    full, sparse = report["cases"]
+    assert (full["density"], sparse["density"]) == (1.0, 0.25)
+    assert full["ratios"]["cuDNN"] == pytest.approx(4.0)
+    assert sparse["ratios"]["FA2"] == pytest.approx(1.0)
+    assert sparse["ms"] == pytest.approx(2.0)
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_without_torch_there_are_no_ratios(simulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "has_torch", lambda: False)
+    report = attention.run(128, 1, 16, (Case(64, 1.0),), lambda: None)
+    assert report["dense_tflops"] == {}
+    assert report["cases"][0]["ratios"] == {}
+    assert report["cases"][0]["tflops"] > 0
