@@ -57,8 +57,7 @@ def spade_bits(
         source: the clip, its grid, and the heads.
         families: what to make.
         on_mask: called after each head of each family.
-        to_device: takes a NumPy array to where the rule shall run; ``cupy.asarray`` makes the
-            masks on the GPU, which is some ten times as fast.
+        to_device: takes a NumPy array to where the rule shall run, as ``cupy.asarray`` does.
 
     Returns:
         By the family's name, its packed bits.

@@ -12,8 +12,8 @@ import numpy as np
 
 from tessera_cupy.interop import import_cupy
 
-#: Least time between the two events of a run, in milliseconds. Launch gaps and the events'
-#: half a microsecond are then below a thousandth, and the clock has time to settle.
+#: Least time between the two events of a run, in milliseconds: what surrounds the calls is then
+#: too little to see, and short calls are measured at the clock that they keep up.
 RUN_MS = 20.0
 
 

@@ -49,7 +49,7 @@ def test_block_sizes_and_densities_are_the_published_ones() -> None:
 
 @pytest.mark.usefixtures("needs_clips")
 def test_densities_at_the_size_of_the_table() -> None:
-    """One head of one clip; 32- and 16-token blocks take seconds each and are left to chance."""
+    """One head of one clip, without the smallest blocks, which take seconds each."""
     grid = VideoGrid(16, 45, 80)
     families = [f for f in FAMILIES[1:] if min(f.block_size) >= 32]
     source = corpus.Source("bikes", grid, heads=1, head_dim=128)
