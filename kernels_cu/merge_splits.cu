@@ -36,7 +36,9 @@ __device__ __forceinline__ void merge_splits(const MergeParams& p) {
   const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
 
   const int flat = p.merge_head[blockIdx.x];
-  const int target_row = p.tile_q[2 * tile] + row;
+  const int target_row = p.units == nullptr
+                             ? p.tile_q[2 * tile] + row
+                             : p.units[tile * (p.tile_rows / 16) + row / 16] + row % 16;
   u16* out = static_cast<u16*>(p.o) + (flat / p.q_heads) * p.o_stride.batch +
              (flat % p.q_heads) * p.o_stride.head + target_row * p.o_stride.row;
   for (int d = 2 * lane; d < p.head_dim; d += 64) {

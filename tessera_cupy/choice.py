@@ -112,7 +112,7 @@ def eligible(
         )
     if config.kernel == "attend_wgmma" and min(request.sq, request.skv, request.batch) == 0:
         return None, "attend_wgmma needs at least one query and one key for its tensor maps"
-    if spec.mapping.q == "regroup":
+    if spec.mapping.q == "regroup" and config.kernel != "attend_wgmma":
         return None, f"{config.kernel} loads neighbouring query rows only"
     reason = catalog.why_not(config, request.arch.smem_block) or why_not(
         spec.mapping, mask, spec.tile_q, spec.tile_kv

@@ -257,7 +257,7 @@ def test_the_default_window_starts_at_even_blocks_and_stays_inside() -> None:
 def test_the_page_is_written_with_every_way_in_it(tmp_path: Path) -> None:
     dense = np.random.default_rng(0).random((1, 2, 6, 6)) < 0.4
     mask = BlockMask.from_dense(dense, (64, 64), (370, 370))
-    plan = PlanSpec.parse("attend_wgmma/q128k128/share-pack/longest")
+    plan = PlanSpec.parse("attend_wgmma/q128k192/share-pack/longest")
     figure = viz.mask_to_tiles(mask, head=1, plan=plan, title="A title")
     figure.savefig(tmp_path / "page.png", dpi=40)
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")

@@ -94,6 +94,18 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// Brings the cache line of an address to the first-level cache.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+}
+
+// bits & a & b. In PTX, since ptxas copies floats that are also used as integers.
+__device__ __forceinline__ u32 and_bits(u32 bits, float a, float b) {
+  u32 result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x80;" : "=r"(result) : "r"(bits), "f"(a), "f"(b));
+  return result;
+}
+
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

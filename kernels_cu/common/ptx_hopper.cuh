@@ -62,6 +62,10 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Orders ordinary accesses to shared memory before those of the copy engine and wgmma.
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -94,83 +98,61 @@ __device__ __forceinline__ u64 descriptor(u32 low, u32 stride) {
   return packed;
 }
 
+// Operands and constraints of a product whose accumulator is 32, 64 or 96 registers a thread, two
+// columns each: N = 64, 128 or 192.
 #define TESSERA_R8(v, i)                                                                      \
   "+f"(v[i]), "+f"(v[i + 1]), "+f"(v[i + 2]), "+f"(v[i + 3]), "+f"(v[i + 4]), "+f"(v[i + 5]), \
       "+f"(v[i + 6]), "+f"(v[i + 7])
 #define TESSERA_R32(v) TESSERA_R8(v, 0), TESSERA_R8(v, 8), TESSERA_R8(v, 16), TESSERA_R8(v, 24)
 #define TESSERA_R64(v) \
   TESSERA_R32(v), TESSERA_R8(v, 32), TESSERA_R8(v, 40), TESSERA_R8(v, 48), TESSERA_R8(v, 56)
-#define TESSERA_D32                                                                             \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
-  "%25,%26,%27,%28,%29,%30,%31}"
-#define TESSERA_D64                                                                              \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"  \
-  "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
+#define TESSERA_R96(v) \
+  TESSERA_R64(v), TESSERA_R8(v, 64), TESSERA_R8(v, 72), TESSERA_R8(v, 80), TESSERA_R8(v, 88)
+#define TESSERA_D32                                                                            \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
+  "%25,%26,%27,%28,%29,%30,%31"
+#define TESSERA_D64                                                                                \
+  TESSERA_D32                                                                                      \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%" \
+  "55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TESSERA_D96                                                                                \
+  TESSERA_D64                                                                                      \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%" \
+  "87,%88,%89,%90,%91,%92,%93,%94,%95"
 
-// S (64 x 128) = a (64 x 16, shared) * b (128 x 16, shared) + (accumulate ? S : 0).
-template <typename T>
-__device__ __forceinline__ void wgmma_qk(float (&c)[64], u64 a, u64 b, int accumulate) {
-  if constexpr (is_same<T, half_t>) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16."
-        "f16 " TESSERA_D64 ", %64, %65, p, 1, 1, 0, 0;\n}"
-        : TESSERA_R64(c)
-        : "l"(a), "l"(b), "r"(accumulate));
-  } else {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32."
-        "bf16.bf16 " TESSERA_D64 ", %64, %65, p, 1, 1, 0, 0;\n}"
-        : TESSERA_R64(c)
-        : "l"(a), "l"(b), "r"(accumulate));
+// For an element type:
+//   wgmma_qk      S (64 x 192) = a (64 x 16, shared) * b (192 x 16, shared) + (accumulate ? S : 0)
+//   wgmma_qk_add  S += a * b; the predicate would cost two moves to uniform registers here too
+//   wgmma_pv      O (64 x N) += a (64 x 16, registers) * b (16 x N, row-major in shared memory)
+#define TESSERA_WGMMA(T, TYPE)                                                                 \
+  __device__ __forceinline__ void wgmma_qk(T, float (&c)[96], u64 a, u64 b, int accumulate) {  \
+    asm volatile(                                                                              \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, "                                               \
+        "0;\nwgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" TESSERA_D96      \
+        "}, %96, %97, p, 1, 1, 0, 0;\n}"                                                       \
+        : TESSERA_R96(c)                                                                       \
+        : "l"(a), "l"(b), "r"(accumulate));                                                    \
+  }                                                                                            \
+  __device__ __forceinline__ void wgmma_qk_add(T, float (&c)[96], u64 a, u64 b) {              \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" TESSERA_D96 \
+                 "}, %96, %97, 1, 1, 1, 0, 0;"                                                 \
+                 : TESSERA_R96(c)                                                              \
+                 : "l"(a), "l"(b));                                                            \
+  }                                                                                            \
+  __device__ __forceinline__ void wgmma_pv(T, float (&c)[32], const u32* a, u64 b) {           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" TESSERA_D32  \
+                 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"                                      \
+                 : TESSERA_R32(c)                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
+  }                                                                                            \
+  __device__ __forceinline__ void wgmma_pv(T, float (&c)[64], const u32* a, u64 b) {           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TESSERA_D64 \
+                 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                                      \
+                 : TESSERA_R64(c)                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
   }
-}
 
-// S += a * b. The predicate of wgmma_qk would cost two moves to uniform registers here too.
-template <typename T>
-__device__ __forceinline__ void wgmma_qk_add(float (&c)[64], u64 a, u64 b) {
-  if constexpr (is_same<T, half_t>) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " TESSERA_D64
-                 ", %64, %65, 1, 1, 1, 0, 0;"
-                 : TESSERA_R64(c)
-                 : "l"(a), "l"(b));
-  } else {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " TESSERA_D64
-                 ", %64, %65, 1, 1, 1, 0, 0;"
-                 : TESSERA_R64(c)
-                 : "l"(a), "l"(b));
-  }
-}
-
-// O (64 x N) += a (64 x 16, registers) * b (16 x N, row-major in shared memory).
-template <typename T>
-__device__ __forceinline__ void wgmma_pv(float (&c)[64], const u32* a, u64 b) {
-  if constexpr (is_same<T, half_t>) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " TESSERA_D64
-                 ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-                 : TESSERA_R64(c)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  } else {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " TESSERA_D64
-                 ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-                 : TESSERA_R64(c)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void wgmma_pv(float (&c)[32], const u32* a, u64 b) {
-  if constexpr (is_same<T, half_t>) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " TESSERA_D32
-                 ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-                 : TESSERA_R32(c)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  } else {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " TESSERA_D32
-                 ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-                 : TESSERA_R32(c)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-}
+TESSERA_WGMMA(half_t, "f16")
+TESSERA_WGMMA(bf16_t, "bf16")
 
 }  // namespace tessera

@@ -38,7 +38,7 @@ struct alignas(16) Task {
   i32 rows;        // query rows, 1 to the tile's
   i32 frag_count;  // fragments of the tile's list
   i64 frag_begin;  // index of the first one
-  i64 reserved;
+  i64 units;       // index of the first of the tile's 16-row units, or -1: its rows are neighbours
 };
 
 // A fragment of KV rows, 8 bytes: first row; length in the top 8 bits, members in the low 24.
@@ -85,7 +85,7 @@ struct alignas(64) TensorMap {
 };
 
 struct WgmmaParams {
-  TensorMap q;       // (dim, row, head, batch), boxes of 64 x 64
+  TensorMap q;       // (dim, row, head, batch), boxes of 64 x 16
   TensorMap k_rows;  // (dim, row, head, batch), boxes of 64 x 8: fragments at any row, and tails
   TensorMap v_rows;
   TensorMap k_fragment;  // (64, 8, slab, 8-row group, batch * head), boxes of one slot
@@ -95,6 +95,7 @@ struct WgmmaParams {
   Strides o_stride;
   const Task* tasks;
   const Fragment* frags;
+  const i32* units;  // first row of each 16-row unit, -1 without rows; null without any
   float* partial_o;
   float* partial_ml;
   i32 task_count;
@@ -116,6 +117,7 @@ struct MergeParams {
   const i32* merge_tile;
   const i32* merge_offsets;
   const i32* tile_q;  // (tiles, 2): first row, number of rows
+  const i32* units;   // (tiles, tile_rows / 16): first row of each 16 rows, or null: neighbours
   const float* partial_o;
   const float* partial_ml;
   i32 q_heads;

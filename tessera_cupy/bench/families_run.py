@@ -16,6 +16,7 @@ from tessera_cupy.bench.families import FAMILIES, Family
 from tessera_cupy.bench.family_rates import Case, Request, measure_all
 from tessera_cupy.bench.mask_file import cached_bits
 from tessera_cupy.bench.steps import Steps
+from tessera_cupy.choice import checked_regime
 from tessera_cupy.errors import wrong
 from tessera_cupy.video import MODELS, VideoGrid
 
@@ -34,6 +35,7 @@ def run_families(
     peers: Sequence[str] | None,
     masks: str,
     mask_cache: Path | None,
+    regime: str,
     console: Console,
 ) -> dict[str, Any]:
     """Measure the block families on the GPU here.
@@ -48,6 +50,7 @@ def run_families(
         peers: names; None means all that can run here.
         masks: ``"spade"``; or ``"random"``, which keeps as many blocks in each row.
         mask_cache: file to take masks from, and to add those to that it lacks.
+        regime: ``"auto"``, or the name of a plan for the masks that it can serve.
         console: where progress goes.
 
     Returns:
@@ -62,6 +65,7 @@ def run_families(
     cupy = interop.import_cupy()
     chosen_peers = contest.choose(peers)
     chosen = [family for family in FAMILIES if families is None or family.name in families]
+    checked_regime(regime)
     if heads < 1:
         raise ValueError(wrong("heads", "at least 1", heads, "pass 1 or more"))
     laid = None if grid is None else VideoGrid(*grid)
@@ -85,7 +89,7 @@ def run_families(
         cases, total = _video_cases(chosen, sources, bits), len(sources) * len(chosen)
 
     with steps.step("q, k, v") as step:
-        request = Request(heads, count, head_dim)
+        request = Request(heads, count, head_dim, regime)
         step.done(f"{count:,} tokens, {heads} heads of {head_dim}, bfloat16, normal")
 
     with steps.step("Measure", total) as step:

@@ -25,7 +25,9 @@ from tessera_cupy.bench import contest, gpu
 from tessera_cupy.bench.check import expect_rows
 from tessera_cupy.bench.families import Family
 from tessera_cupy.bench.peers import PEERS, Peer
+from tessera_cupy.errors import PlanNotEligibleError
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.plan import Plan
 
 #: The name of this package's own call among the contestants.
 OURS = "tessera"
@@ -51,12 +53,13 @@ class Request:
         heads: heads of q, k and v.
         tokens: query and key tokens.
         head_dim: elements of a row.
+        regime: as in :func:`tessera_cupy.make_plan`; what a plan cannot serve takes "auto".
 
     Raises:
         NoGpuError: there is none.
     """
 
-    def __init__(self, heads: int, tokens: int, head_dim: int) -> None:
+    def __init__(self, heads: int, tokens: int, head_dim: int, regime: str = "auto") -> None:
         cupy = interop.import_cupy()
         rng = np.random.default_rng(0)
         dtype = interop.numpy_dtype("bfloat16")
@@ -66,6 +69,14 @@ class Request:
         # In float32, which the oracle converts several times as fast as bfloat16.
         self.host = tuple(array.astype(np.float32) for array in rounded)
         self.out = cupy.empty_like(self.arrays[0])
+        self.regime = regime
+
+    def plan(self, mask: BlockMask) -> Plan:
+        """The regime's plan for a mask."""
+        try:
+            return make_plan(mask, *self.arrays, regime=self.regime)
+        except PlanNotEligibleError:
+            return make_plan(mask, *self.arrays)
 
 
 def measure(case: Case, request: Request, rivals: contest.Contest) -> dict[str, Any]:
@@ -78,7 +89,7 @@ def measure(case: Case, request: Request, rivals: contest.Contest) -> dict[str, 
     cupy = interop.import_cupy()
     mask, (q, k, v), out = case.mask, request.arrays, request.out
     heads, tokens, head_dim = q.shape[1:]
-    plan = make_plan(mask, q, k, v)
+    plan = request.plan(mask)
     call = partial(plan.run, q, k, v, out=out)
 
     out.view(cupy.uint16).fill(_BFLOAT16_NAN)  # so that an element that is never written shows

@@ -93,6 +93,12 @@ def _add_families(kinds: Commands) -> None:
         metavar="FILE.npz",
         help="take masks from this file, and add those that it lacks",
     )
+    families.add_argument(
+        "--regime",
+        default="auto",
+        metavar="PLAN",
+        help="measure this plan where it can serve the blocks (default: the table's choice)",
+    )
     add_json(families)
     families.set_defaults(run=_families)
 
@@ -154,6 +160,7 @@ def _families(args: argparse.Namespace, output: Output) -> int:
         peers=args.peers,
         masks=args.masks,
         mask_cache=args.mask_cache,
+        regime=args.regime,
         console=output.console,
     )
     report["date"] = _today()

@@ -119,7 +119,7 @@ def _attend_smem(
 def _wgmma_smem(head_dim: int, tile_q: int, tile_kv: int, stages: int) -> int:
     """Size of ``WgmmaStorage`` in attend_wgmma.cu; each specialisation asserts that it is."""
     tiles = (tile_q + 2 * stages * tile_kv) * head_dim * 2
-    barriers = (2 + 4 * stages) * 8
+    barriers = (2 * (tile_q // 64) + 4 * stages) * 8
     return _align(tiles + barriers, 1024)
 
 
@@ -173,8 +173,12 @@ _ROWS = (
     _Row(_SMALL, 128, 128, 32, 4, 1, (2, 2), f"{_WHY_128}; 32 columns let two CTAs fit"),
     _Row(_ALL, 256, 64, 32, 4, 1, (2, 2), "O takes half of the registers, so S has 32 columns"),
 )
+_WGMMA_TILE_Q, _WGMMA_TILE_KV = 128, 192
 _WGMMA_HEAD_DIMS = (64, 128)
-_WGMMA_WHY = "two warpgroups of 64 rows at the full matrix rate; one box of a tensor map a fragment"
+_WGMMA_WHY = (
+    "two warpgroups of 64 rows at the full matrix rate; as many columns as registers and shared "
+    "memory hold, so that the fixed cost of a step is spread over the most work"
+)
 _MERGE_WARPS = 8
 _MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"
 
@@ -218,8 +222,8 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
                     "attend_wgmma",
                     head_dim,
                     dtype,
-                    tile_q=128,
-                    tile_kv=128,
+                    tile_q=_WGMMA_TILE_Q,
+                    tile_kv=_WGMMA_TILE_KV,
                     warps=12,
                     stages=2,
                     min_ctas=1,

@@ -19,6 +19,7 @@ from tessera_cupy.kernels.cache import default_cache
 from tessera_cupy.kernels.catalog import KernelConfig
 from tessera_cupy.kernels.lifetime import Uses, collect, pool_may_grow, release_with
 from tessera_cupy.kernels.tensor_maps import TENSOR_MAP, fragment_map, rows_map
+from tessera_cupy.mapping.tiles import UNIT_ROWS
 
 if TYPE_CHECKING:
     from tessera_cupy.mapping.tiles import Tiles
@@ -31,7 +32,7 @@ TASK = np.dtype(
     [
         *[(name, np.int32) for name in ("head", "begin", "end", "slot", "reverse")],
         *[(name, np.int32) for name in ("first_row", "rows", "frag_count")],
-        *[(name, np.int64) for name in ("frag_begin", "reserved")],
+        *[(name, np.int64) for name in ("frag_begin", "units")],
     ],
     align=True,
 )
@@ -55,7 +56,7 @@ MERGE_PARAMS = np.dtype(
         ("lse", _POINTER),
         ("o_stride", _STRIDES),
         *[(name, _POINTER) for name in ("merge_head", "merge_tile", "merge_offsets", "tile_q")],
-        *[(name, _POINTER) for name in ("partial_o", "partial_ml")],
+        *[(name, _POINTER) for name in ("units", "partial_o", "partial_ml")],
         *[(name, np.int32) for name in ("q_heads", "head_dim", "sq", "tile_rows", "row_width")],
     ],
     align=True,
@@ -65,20 +66,20 @@ WGMMA_PARAMS = np.dtype(
     {
         "names": [
             *("q", "k_rows", "v_rows", "k_fragment", "v_fragment"),
-            *("o", "lse", "o_stride", "tasks", "frags", "partial_o", "partial_ml"),
+            *("o", "lse", "o_stride", "tasks", "frags", "units", "partial_o", "partial_ml"),
             *("task_count", "q_heads", "q_per_kv", "head_dim", "sq", "slot_log2", "whole_rows"),
             *("scale_log2", "negate"),
         ],
         "formats": [
             *[TENSOR_MAP] * 5,
-            *(_POINTER, _POINTER, _STRIDES, _POINTER, _POINTER, _POINTER, _POINTER),
+            *(_POINTER, _POINTER, _STRIDES, *[_POINTER] * 5),
             *[np.int32] * 7,
             *(np.float32, np.int32),
         ],
         "offsets": [
             *range(0, 640, 128),
-            *(640, 648, 656, 680, 688, 696, 704),
-            *range(712, 712 + 4 * 9, 4),
+            *(640, 648, 656, *range(680, 720, 8)),
+            *range(720, 720 + 4 * 9, 4),
         ],
         "itemsize": 768,
     }
@@ -129,6 +130,7 @@ def packed_tasks(tiles: Tiles, tasks: Tasks) -> NDArray[Any]:
     packed["first_row"], packed["rows"] = tiles.tile_q[tile].T
     packed["frag_begin"] = tiles.frag_offsets[tile]
     packed["frag_count"] = tiles.frag_offsets[tile + 1] - tiles.frag_offsets[tile]
+    packed["units"] = -1 if tiles.tile_units is None else tile * tiles.tile_units.shape[1]
     return packed
 
 
@@ -139,6 +141,7 @@ class DevicePlan:
     Attributes:
         fragments, tasks: packed as :func:`packed_fragments` and :func:`packed_tasks`.
         tile_q, frag_bits, bits: as in ``Tiles``.
+        units: ``Tiles.tile_units``, or None.
         merge_head, merge_tile, merge_offsets: as in ``Tasks``.
         slots: workspace slots of the split-K parts.
         uses: which streams and graphs read the arrays.
@@ -150,6 +153,7 @@ class DevicePlan:
     slots: int
     tasks: Any
     tile_q: Any
+    units: Any
     fragments: Any
     frag_bits: Any
     bits: Any
@@ -177,6 +181,7 @@ def upload(tiles: Tiles, tasks: Tasks) -> DevicePlan:
         slots=tasks.slots,
         tasks=cupy.asarray(packed_tasks(tiles, tasks).view(np.uint8)),
         tile_q=cupy.asarray(tiles.tile_q),
+        units=None if tiles.tile_units is None else cupy.asarray(tiles.tile_units),
         fragments=cupy.asarray(packed_fragments(tiles)),
         frag_bits=cupy.asarray(tiles.frag_bits) if len(tiles.bits) else None,
         bits=cupy.asarray(tiles.bits) if len(tiles.bits) else None,
@@ -280,7 +285,8 @@ def attend(
         "negate": g.sm_scale < 0,
     }
     if config.kernel == "attend_wgmma":
-        params = _filled(WGMMA_PARAMS, common | _maps(plan, q, k, v, g))
+        units = {"units": _pointer(plan.units)}
+        params = _filled(WGMMA_PARAMS, common | units | _maps(plan, q, k, v, g))
         grid = min(g.capacity, plan.task_count)
     else:
         operands = {
@@ -306,6 +312,7 @@ def attend(
                 "merge_tile": _pointer(plan.merge_tile),
                 "merge_offsets": _pointer(plan.merge_offsets),
                 "tile_q": _pointer(plan.tile_q),
+                "units": _pointer(plan.units),
                 "tile_rows": config.tile_q,
                 "row_width": config.head_dim,
             },
@@ -326,8 +333,9 @@ def _maps(plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> dic
     slot = 1 << plan.slot_log2
     k_fragment = fragment_map(k.pointer, g.dtype, kv_shape, k.strides, slot)
     v_fragment = fragment_map(v.pointer, g.dtype, kv_shape, v.strides, slot)
+    q_shape = (g.batch, g.q_heads, g.sq, g.head_dim)
     maps = {
-        "q": rows_map(q.pointer, g.dtype, (g.batch, g.q_heads, g.sq, g.head_dim), q.strides, 64),
+        "q": rows_map(q.pointer, g.dtype, q_shape, q.strides, UNIT_ROWS),
         "k_rows": rows_map(k.pointer, g.dtype, kv_shape, k.strides, 8),
         "v_rows": rows_map(v.pointer, g.dtype, kv_shape, v.strides, 8),
         "task_count": plan.task_count,

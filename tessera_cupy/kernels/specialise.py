@@ -26,9 +26,10 @@ def source(config: KernelConfig) -> str:
     if config.kernel == "merge_splits":
         return f"{head}TESSERA_MERGE_SPLITS({element}, {config.warps})\n"
     if config.kernel == "attend_wgmma":
+        shape = f"{config.head_dim}, {config.tile_q}, {config.tile_kv}"
         return (
-            f"{head}TESSERA_ATTEND_WGMMA({element}, {config.head_dim})\n\n"
-            f"using Config = tessera::WgmmaConfig<tessera::{element}, {config.head_dim}>;\n"
+            f"{head}TESSERA_ATTEND_WGMMA({element}, {shape})\n\n"
+            f"using Config = tessera::WgmmaConfig<tessera::{element}, {shape}>;\n"
             f"{_size_check('WgmmaStorage', config)}"
         )
     sizes = (config.head_dim, config.tile_q, config.tile_kv, config.warps, config.stages)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tessera_cupy import BlockMask
+from tessera_cupy.kernels.catalog import catalog
 from tessera_cupy.mapping import Mapping, why_not
 from tessera_cupy.regimes import PlanSpec
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.gpu
 SIDES = [
     Mapping(q, kv)
     for q, kv in product(
-        ("retain", "merge", "share", "split"), ("retain", "merge", "split", "pack")
+        ("retain", "merge", "share", "regroup", "split"), ("retain", "merge", "split", "pack")
     )
 ]
 ORGANIZATIONS = ("rows", "longest+split", "runs+alternate")
@@ -29,12 +30,23 @@ def _hopper(gpu: Any) -> None:
         pytest.skip(f"{gpu.arch.name} has no attend_wgmma")
 
 
-def specs(mask: BlockMask) -> list[str]:
+def specs(mask: BlockMask, dim: int) -> list[str]:
     """Names of the plans that can serve a mask; organizations take turns."""
-    sides = [side for side in SIDES if why_not(side, mask, 128, 128) is None]
+    shapes = sorted(
+        {
+            (config.tile_q, config.tile_kv)
+            for config in catalog("sm_90a")
+            if config.kernel == "attend_wgmma" and config.serves(dim)
+        }
+    )
+    pairs = [
+        (shape, side)
+        for shape, side in product(shapes, SIDES)
+        if why_not(side, mask, *shape) is None
+    ]
     names = [
-        f"attend_wgmma/q128k128/{side.name}/{ORGANIZATIONS[i % len(ORGANIZATIONS)]}"
-        for i, side in enumerate(sides)
+        f"attend_wgmma/q{q}k{kv}/{side.name}/{ORGANIZATIONS[i % len(ORGANIZATIONS)]}"
+        for i, ((q, kv), side) in enumerate(pairs)
     ]
     assert all(PlanSpec.parse(name).name == name for name in names)
     return names
@@ -51,15 +63,11 @@ def test_every_mapping_of_every_block_size(
              ("float16", 128, "BSHD")]  # fmt: skip
     for shape, axes in (((391, 530), (2, 2)), ((256, 1024), (1, 4)), ((700, 77), (1, 2))):
         mask = random_mask(rng, block, shape, axes=axes, density=0.35)
-        cases = [
-            case(mask, shared=2, dim=dim, dtype=dtype, layout=layout, rng=rng)
-            for dtype, dim, layout in kinds
-        ]
         gpu.poison()
-        for i, name in enumerate(specs(mask)):
-            made = cases[i % len(kinds)]
-            label = f"{name} {block} {shape} {made.q.dtype} {made.q.shape} {made.layout}"
-            gpu.run(made, label, regime=name)
+        for dtype, dim, layout in kinds:
+            made = case(mask, shared=2, dim=dim, dtype=dtype, layout=layout, rng=rng)
+            for name in specs(mask, dim):
+                gpu.run(made, f"{name} {block} {shape} {dtype} {dim} {layout}", regime=name)
 
 
 def test_lists_of_length_one_single_fragments_and_empty_rows(gpu: Any, case: Any, rng: Any) -> None:
@@ -67,9 +75,10 @@ def test_lists_of_length_one_single_fragments_and_empty_rows(gpu: Any, case: Any
     blocks[0, 0, 1, 19] = blocks[0, 0, 2, 0] = True  # one half of the first tile has nothing
     blocks[0, 1, 5] = True
     mask = BlockMask.from_dense(blocks, (64, 16), (500, 317))
-    for name in specs(mask):
-        made = case(mask, dim=128, dtype="bfloat16", rng=rng)
-        gpu.run(made, name, regime=name)
+    for dim in (64, 128):
+        made = case(mask, dim=dim, dtype="bfloat16", rng=rng)
+        for name in specs(mask, dim):
+            gpu.run(made, name, regime=name)
 
 
 def test_ragged_blocks_start_anywhere(gpu: Any, case: Any, rng: Any) -> None:
@@ -77,21 +86,23 @@ def test_ragged_blocks_start_anywhere(gpu: Any, case: Any, rng: Any) -> None:
     mask = BlockMask.from_dense(
         rng.random((1, 2, 5, 8)) < 0.6, (64, 64), (300, 300), kv_block_sizes=kv_sizes
     )
-    for name in specs(mask):
-        gpu.run(case(mask, dim=128, dtype="bfloat16", rng=rng), name, regime=name)
+    for dim in (64, 128):
+        made = case(mask, dim=dim, dtype="bfloat16", rng=rng)
+        for name in specs(mask, dim):
+            gpu.run(made, name, regime=name)
 
 
 def test_sign_zero_and_size_of_the_scale(gpu: Any, case: Any, random_mask: Any, rng: Any) -> None:
     mask = random_mask(rng, (64, 64), (300, 640), axes=(1, 2))
     for scale in (-0.3, 0.0, 4.0):
         made = case(mask, dim=128, dtype="bfloat16", sm_scale=scale, rng=rng)
-        gpu.run(made, f"scale {scale}", regime="attend_wgmma/q128k128/share-pack/longest")
+        gpu.run(made, f"scale {scale}", regime="attend_wgmma/q128k192/share-pack/longest")
 
 
 def test_fifty_runs_are_bitwise_equal(gpu: Any, case: Any, random_mask: Any, rng: Any) -> None:
     mask = random_mask(rng, (32, 32), (1500, 3001), axes=(1, 3), density=0.2)
     made = case(mask, dim=128, dtype="bfloat16", rng=rng)
-    name = "attend_wgmma/q128k128/share-pack/longest+split"
+    name = "attend_wgmma/q128k192/share-pack/longest+split"
     first = gpu.run(made, name, regime=name)
     for _ in range(49):
         again = gpu.run(made, name, regime=name)
@@ -106,5 +117,5 @@ def test_views_are_read_in_place(gpu: Any, case: Any, random_mask: Any, rng: Any
     views = [x[:, :, 320:] for x in wide]
     from tessera_cupy import block_sparse_attention
 
-    out = block_sparse_attention(*views, mask, regime="attend_wgmma/q128k128/share-pack/longest")
+    out = block_sparse_attention(*views, mask, regime="attend_wgmma/q128k192/share-pack/longest")
     made.check_kernel(gpu.cupy.asnumpy(out), label="views")

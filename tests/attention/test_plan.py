@@ -270,15 +270,16 @@ def test_kernels_that_need_a_token_are_passed_over_without_one(tokens: tuple[int
     plan = make_plan(mask, spec, arch="sm_90a")
     assert plan.spec.kernel == "attend_mma"
     with pytest.raises(PlanNotEligibleError, match="at least one query and one key"):
-        make_plan(mask, spec, regime="attend_wgmma/q128k128/retain-pack/rows", arch="sm_90a")
+        make_plan(mask, spec, regime="attend_wgmma/q128k192/retain-pack/rows", arch="sm_90a")
 
 
 def test_kernels_that_load_neighbouring_rows_are_not_given_others() -> None:
     mask = BlockMask.from_dense(np.ones((4, 3), bool), (32, 64))
     spec = ArraySpec((1, 4, 128, 64), "float16")
-    for kernel in ("attend_wgmma/q128k128", "attend_mma/q64k64"):
-        with pytest.raises(PlanNotEligibleError, match="loads neighbouring query rows only"):
-            make_plan(mask, spec, regime=f"{kernel}/regroup-pack/rows")
+    with pytest.raises(PlanNotEligibleError, match="loads neighbouring query rows only"):
+        make_plan(mask, spec, regime="attend_mma/q64k64/regroup-pack/rows")
+    plan = make_plan(mask, spec, regime="attend_wgmma/q128k192/regroup-pack/rows", arch="sm_90a")
+    assert plan.tiles().tile_units is not None
 
 
 def test_a_gpu_with_too_little_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,7 +422,7 @@ def test_the_workspace_of_split_tiles_is_counted() -> None:
     "name",
     [
         "attend_mma/q128k64/merge-merge/runs+longest+alternate+split",
-        "attend_wgmma/q128k128/share-pack/rows",
+        "attend_wgmma/q128k192/share-pack/rows",
         "attend_mma/q64k32/retain-split/longest",
     ],
 )

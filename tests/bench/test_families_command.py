@@ -35,7 +35,7 @@ def result(family: str, clip: str, plan: str, passed: bool = True) -> dict[str, 
     }
 
 
-WGMMA = "attend_wgmma/q128k128/share-pack/longest+split"
+WGMMA = "attend_wgmma/q128k192/share-pack/longest+split"
 REPORT: dict[str, Any] = {
     "gpu": "NVIDIA H200",
     "versions": {"torch": "2.11.0", "cudnn": "91900"},
@@ -178,6 +178,7 @@ def test_defaults(asked: dict[str, Any], capsys: Capture) -> None:
         "peers": None,
         "masks": "spade",
         "mask_cache": None,
+        "regime": "auto",
     }
     assert "Q64K64" in capsys.readouterr().out
 
@@ -185,7 +186,7 @@ def test_defaults(asked: dict[str, Any], capsys: Capture) -> None:
 def test_arguments_are_handed_on(asked: dict[str, Any]) -> None:
     arguments = ["--grid", "4", "8", "16", "--heads", "2", "--head-dim", "64", "--clip", "bikes"]
     arguments += ["--family", "Q64K64", "--family", "dense", "--peers", "flex", "cudnn"]
-    arguments += ["--mask-cache", "masks.npz"]
+    arguments += ["--mask-cache", "masks.npz", "--regime", WGMMA]
     assert main(["bench", "families", *arguments]) == 0
     assert asked["options"] == {
         "tokens": 57600,
@@ -197,6 +198,7 @@ def test_arguments_are_handed_on(asked: dict[str, Any]) -> None:
         "peers": ["flex", "cudnn"],
         "masks": "spade",
         "mask_cache": Path("masks.npz"),
+        "regime": WGMMA,
     }
     assert main(["bench", "families", "--tokens", "1000", "--masks", "random", "--peers"]) == 0
     assert asked["options"]["tokens"] == 1000

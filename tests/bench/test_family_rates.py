@@ -37,6 +37,7 @@ def run(**options: Any) -> tuple[dict[str, Any], str]:
         "peers": None,
         "masks": "random",
         "mask_cache": None,
+        "regime": "auto",
     }
     report = run_families(**{**defaults, **options}, console=screen)
     return report, screen.file.getvalue()  # type: ignore[attr-defined]
@@ -238,7 +239,7 @@ def case(family: str, clip: str, ms: float, dense_ms: float, **other: Any) -> di
         "clip": clip,
         "density": 0.1,
         "run_coverage": 0.8,
-        "plan": "attend_wgmma/q128k128/share-pack/longest",
+        "plan": "attend_wgmma/q128k192/share-pack/longest",
         "ms": ms,
         "tflops": 100 / ms,
         "peers": {"cudnn": {"ms": dense_ms, "tflops": 1000 / dense_ms, "options": {}}},
@@ -255,7 +256,7 @@ def test_means_over_clips_are_all_operations_by_all_time() -> None:
     assert row["peers"]["cudnn"]["tflops"] == pytest.approx(50)
     assert row["ratio"] == pytest.approx(1)
     assert row["by_clip"] == {"a": pytest.approx(2), "b": pytest.approx(2 / 3)}
-    assert row["plans"] == ["attend_wgmma/q128k128/share-pack/longest"]
+    assert row["plans"] == ["attend_wgmma/q128k192/share-pack/longest"]
 
 
 def test_a_row_fails_with_any_of_its_clips_and_tells_the_worst_error() -> None:

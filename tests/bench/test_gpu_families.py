@@ -28,6 +28,7 @@ def run(**options: Any) -> dict[str, Any]:
             "peers": None,
             "masks": "random",
             "mask_cache": None,
+            "regime": "auto",
             "console": Console(file=io.StringIO()),
             **options,
         }
