@@ -25,6 +25,10 @@ _PARTS_PER_CTA = 4
 #: reads it back, which is small beside eight steps of loads and arithmetic.
 _MIN_PART_STEPS = 8
 
+#: Parts that a pair of the last round may be cut into, fewest first. More would hardly fill
+#: the round better, and each part is one more thing to write and merge.
+_LAST_ROUND_PARTS = (2, 3, 4)
+
 
 @dataclass(frozen=True)
 class Organization:
@@ -37,7 +41,8 @@ class Organization:
             in buckets of about 6 percent, so that near ties keep the order of rows or runs.
         alternate: every second task walks its steps from the last to the first, so that it
             begins where the task before it ended.
-        split: cut long tiles in parts that run at the same time (split-K).
+        split: cut long tiles in parts that run at the same time (split-K), and the tiles of
+            a last round that would leave CTAs idle.
 
     Example:
         >>> Organization(longest=True, split=True).name
@@ -133,6 +138,7 @@ def organize(
     Returns:
         The tasks in launch order. Each (query head, tile) is in one task with slot -1, or in
         several that take its steps apart, with consecutive slots in the order of the steps.
+        Parts of the last round's tiles come last.
 
     Raises:
         ValueError: heads or batch do not fit each other or the tiles.
@@ -158,37 +164,42 @@ def organize(
     parts = np.ones_like(steps)
     if organization.split:
         parts = _parts(steps, device.capacity)
-    slots = np.where(parts > 1, parts, 0)
-    first_slot = np.cumsum(slots) - slots
-
     owner = np.repeat(np.arange(len(parts)), parts)
     part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
-    begin = steps[owner] * part // parts[owner]
-    end = steps[owner] * (part + 1) // parts[owner]
-    slot = np.where(parts[owner] > 1, first_slot[owner] + part, -1)
-    head_of, tile_of = head[owner], tile[owner]
+    begin, end = _range(steps, parts, owner, part)
 
-    # From here on only the order changes. Last key first, as lexsort takes them; the sort
-    # is stable, so what no key tells apart stays in the order of head, row and part.
+    # Last key first, as lexsort takes them; the sort is stable, so what no key tells apart
+    # stays in the order of head, row and part.
     keys: list[NDArray[np.int64]] = []
-    kv_head = head_of // (q_heads // kv_heads)
+    kv_head = head // (q_heads // kv_heads)
+    group = kv_head // max(1, device.l2_bytes // max(1, kv_bytes_per_head))
     if organization.runs:
-        keys += [_run_positions(tiles)[tile_of], kv_head]
+        keys += [_run_positions(tiles)[tile[owner]], kv_head[owner]]
     if organization.longest:
         keys += [-_length_bucket(end - begin)]
     if keys:
-        keys += [kv_head // max(1, device.l2_bytes // max(1, kv_bytes_per_head))]
-        order = np.lexsort(keys)
-        head_of, tile_of, slot = head_of[order], tile_of[order], slot[order]
-        begin, end = begin[order], end[order]
+        order = np.lexsort([*keys, group[owner]])
+        owner, part, begin, end = owner[order], part[order], begin[order], end[order]
 
+    if organization.split and len(steps) > device.capacity:
+        last, count = _last_round(end - begin, parts[owner] == 1, group[owner], device.capacity)
+        late = owner[last]
+        parts[late] = count
+        owner = np.concatenate([np.delete(owner, last), np.repeat(late, count)])
+        part = np.concatenate([np.delete(part, last), np.tile(np.arange(count), len(late))])
+        begin, end = _range(steps, parts, owner, part)
+
+    # Slots follow the pairs, not the launch order: merging reads them from first to last.
+    slots = np.where(parts > 1, parts, 0)
+    first_slot = np.cumsum(slots) - slots
+    slot = np.where(parts[owner] > 1, first_slot[owner] + part, -1)
     cut = parts > 1
     reverse = np.zeros(len(owner), np.bool_)
     if organization.alternate:
         reverse[1::2] = True
     return Tasks(
-        task_head=head_of.astype(np.int32),
-        task_tile=tile_of.astype(np.int32),
+        task_head=head[owner].astype(np.int32),
+        task_tile=tile[owner].astype(np.int32),
         task_begin=begin.astype(np.int32),
         task_end=end.astype(np.int32),
         task_reverse=reverse,
@@ -238,6 +249,58 @@ def _parts(steps: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """
     limit = max(_MIN_PART_STEPS, -(-int(steps.sum()) // (_PARTS_PER_CTA * capacity)))
     return np.where(2 * steps > 3 * limit, -(-steps // limit), 1)
+
+
+def _range(
+    steps: NDArray[np.int64],
+    parts: NDArray[np.int64],
+    owner: NDArray[np.int64],
+    part: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First step of each part, and one past its last; parts of a pair differ by at most one."""
+    of, count = steps[owner], parts[owner]
+    return of * part // count, of * (part + 1) // count
+
+
+def _last_round(
+    length: NDArray[np.int64], whole: NDArray[np.bool_], group: NDArray[np.int64], capacity: int
+) -> tuple[NDArray[np.int64], int]:
+    """Tasks of the last round to cut, and the parts to cut each of them into.
+
+    Tasks that do not fill a last round keep some CTAs busy for its whole length while the
+    others idle. Cut in parts that come last, they spread over all CTAs, whether these take
+    tasks in turn or as they become free, and the round ends sooner.
+
+    The count of parts is the one that ends the round first; it is the smaller one on ties,
+    and none when less than a tenth of the round is gained, since merging costs too. Only
+    the last group's tasks are cut: parts of another one would read its K and V once more,
+    after the last group has taken their place in L2. Tasks that must stay whole start first,
+    so that a CTA finds at most one of them. Parts of one task stay side by side: under
+    ``longest`` the shortest then come last, to the CTAs that take one part more.
+
+    Args:
+        length: (N,) steps of each task, in launch order.
+        whole: (N,) the task is a whole tile and no part.
+        group: (N,) group of heads of each task, ascending.
+        capacity: CTAs that run at the same time.
+
+    Returns:
+        The tasks to cut, ascending, and the parts of each; no tasks and 1 if none is worth it.
+    """
+    last = np.arange(len(length) - len(length) % capacity, len(length))
+    mine = whole[last] & (group[last] == group[-1])
+    time = longest = int(length[last].max(initial=0))
+    best, count = last[:0], 1
+    for k in _LAST_ROUND_PARTS:
+        long_enough = mine & (length[last] >= k * _MIN_PART_STEPS)
+        cut, left = last[long_enough], last[~long_enough]
+        turns = -(-(len(left) + k * len(cut)) // capacity)
+        one_part = -(-int(length[cut].max(initial=0)) // k)
+        first_turn = max(one_part, int(length[left].max(initial=0)))
+        this = first_turn + (turns - 1) * one_part
+        if this < time and 10 * (longest - this) >= longest:
+            best, count, time = cut, k, this
+    return best, count
 
 
 def _length_bucket(steps: NDArray[np.int64]) -> NDArray[np.int64]:

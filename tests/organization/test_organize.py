@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from typing import Any
 
@@ -12,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tessera_cupy.mapping import Mapping, map_mask
 from tessera_cupy.mapping.tiles import Tiles, TileShape
+from tessera_cupy.masks import BlockMask
 from tessera_cupy.organization import DeviceModel, Organization, Tasks, organize
+from tessera_cupy.reference import attention, execute_tiles
 
 SHAPE = TileShape(q=64, kv=32, slot=8)
 PLAIN = Organization()
@@ -63,6 +67,35 @@ def call(tiles: Tiles, organization: Organization = PLAIN, **arguments: Any) -> 
 def pairs(tasks: Tasks) -> list[tuple[int, int]]:
     """(head, tile) of each task, in launch order."""
     return list(zip(tasks.task_head.tolist(), tasks.task_tile.tolist(), strict=True))
+
+
+def without_last_cuts(tiles: Tiles, organization: Organization, **arguments: Any) -> Tasks:
+    """The tasks if the last round stayed as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        # By module, since the package's `organize` is the function.
+        patch.setattr(sys.modules[organize.__module__], "_LAST_ROUND_PARTS", ())
+        return organize(tiles, organization, **arguments)
+
+
+def last_cuts(
+    tiles: Tiles, organization: Organization, tasks: Tasks, arguments: dict[str, Any]
+) -> NDArray[np.bool_]:
+    """Which tasks are parts of pairs that are whole without the cuts of the last round."""
+    base = without_last_cuts(tiles, organization, **arguments)
+    slots = zip(pairs(base), base.task_slot, strict=True)
+    whole = {pair for pair, slot in slots if slot < 0}
+    slots = zip(pairs(tasks), tasks.task_slot, strict=True)
+    return np.array([pair in whole and slot >= 0 for pair, slot in slots], np.bool_)
+
+
+def makespan(tasks: Tasks, capacity: int, first: int = 0) -> int:
+    """Steps of the busiest CTA when CTA c takes tasks c, c + capacity, and so on.
+
+    Tasks before ``first``, a multiple of the capacity, take no time.
+    """
+    length = (tasks.task_end - tasks.task_begin)[first:].astype(np.int64)
+    length = np.pad(length, (0, -len(length) % capacity))
+    return int(length.reshape(-1, capacity).sum(axis=0).max(initial=0))
 
 
 @st.composite
@@ -162,9 +195,47 @@ def test_groups_of_heads_that_fit_in_l2_run_one_after_the_other(
     group = tasks.task_head // shared // at_once
     assert (np.diff(group) >= 0).all()
     length = tasks.task_end - tasks.task_begin
-    same = group[1:] == group[:-1]
+    # Parts of the last round come after tiles that are too short to cut.
+    same = (group[1:] == group[:-1]) & ~last_cuts(tiles, organization, tasks, arguments)[1:]
     if organization.longest:
         assert (length[1:] <= length[:-1] * 17 / 16 + 1)[same].all()
+
+
+@given(requests(), st.sampled_from(ALL))
+def test_cuts_of_the_last_round_move_nothing_else(
+    request_: tuple[Tiles, dict[str, Any]], organization: Organization
+) -> None:
+    tiles, arguments = request_
+    capacity = arguments["device"].capacity
+    tasks = organize(tiles, organization, **arguments)
+    base = without_last_cuts(tiles, organization, **arguments)
+    mine = last_cuts(tiles, organization, tasks, arguments)
+    if not organization.split or len(set(pairs(base))) <= capacity or not len(base) % capacity:
+        assert not mine.any()
+    # The parts come last. Of each pair, they are in the order of its steps.
+    assert (np.diff(mine.astype(int)) >= 0).all()
+    cut = list(
+        dict.fromkeys(pair for pair, is_mine in zip(pairs(tasks), mine, strict=True) if is_mine)
+    )
+    first = len(tasks) - int(mine.sum())
+    count = int(mine.sum()) // max(1, len(cut))
+    assert pairs(tasks)[first:] == [pair for pair in cut for _ in range(count)]
+    assert count in ({2, 3, 4} if cut else {0})
+    assert (tasks.task_end - tasks.task_begin)[first:].min(initial=8) >= 8
+    for i in range(first, len(tasks), max(1, count)):
+        assert (np.diff(tasks.task_slot[i : i + count]) == 1).all()
+    # The others are as they were, and the cut pairs were in the last round.
+    kept = np.array([pair not in set(cut) for pair in pairs(base)], np.bool_)
+    for name in ("task_head", "task_tile", "task_begin", "task_end"):
+        np.testing.assert_array_equal(
+            getattr(tasks, name)[:first], getattr(base, name)[kept], err_msg=name
+        )
+    assert [pair for pair, is_kept in zip(pairs(base), kept, strict=True) if not is_kept] == cut
+    assert kept[: len(base) - len(base) % capacity].all()
+    # The last round ends at least a tenth sooner, or stays.
+    last = len(base) - len(base) % capacity
+    before, now = makespan(base, capacity, last), makespan(tasks, capacity, last)
+    assert 10 * now <= 9 * before if cut else now == before
 
 
 def test_rows_is_the_order_of_heads_then_rows() -> None:
@@ -294,6 +365,151 @@ def test_parts_of_a_split_tile_are_sorted_by_their_own_length() -> None:
     assert tasks.task_slot.tolist() == [-1, 0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("tiles", "steps", "cut", "lengths"),
+    [
+        (13, 32, 1, [8] * 4),  # one round of quarters
+        (14, 32, 2, [16] * 4),  # quarters would take two rounds: no sooner than one of halves
+        (15, 32, 3, [8] * 12),  # halves and thirds gain nothing, three rounds of quarters do
+        (16, 32, 0, []),  # the last round is full
+        (13, 31, 1, [10, 10, 11]),  # quarters would be shorter than eight steps
+        (13, 24, 1, [8] * 3),
+        (13, 23, 1, [11, 12]),
+        (13, 15, 0, []),
+        (15, 31, 0, []),  # only quarters would gain
+    ],
+)
+def test_split_cuts_the_tiles_of_the_last_round(
+    tiles: int, steps: int, cut: int, lengths: list[int]
+) -> None:
+    device = DeviceModel(sms=2, ctas_per_sm=2, l2_bytes=0)
+    tasks = call(of_steps([steps] * tiles), Organization(split=True), device=device)
+    whole = tiles - cut
+    parts = len(lengths) // max(1, cut)
+    assert tasks.task_tile.tolist() == [*range(whole), *np.repeat(range(whole, tiles), parts)]
+    assert (tasks.task_end - tasks.task_begin).tolist() == [steps] * whole + lengths
+    assert tasks.task_slot.tolist() == [-1] * whole + list(range(cut * parts))
+    assert tasks.merge_tile.tolist() == list(range(whole, tiles))
+    assert tasks.merge_offsets.tolist() == list(range(0, cut * parts + 1, parts or 1))
+    # Without split the last round stays.
+    assert call(of_steps([steps] * tiles), PLAIN, device=device).slots == 0
+
+
+def test_the_last_round_is_that_of_the_launch_order() -> None:
+    # In order of length, tiles 0, 4, 2 are last; 2 is too short to cut and starts before the
+    # parts. Slots and merges stay in the order of the rows.
+    device = DeviceModel(sms=5, ctas_per_sm=1, l2_bytes=0)
+    organization = Organization(longest=True, split=True)
+    tasks = call(of_steps([24, 40, 7, 40, 16, *[40] * 13]), organization, device=device)
+    assert tasks.task_tile.tolist() == [1, 3, *range(5, 18), 2, 0, 0, 4, 4]
+    assert tasks.task_slot.tolist() == [-1] * 16 + [0, 1, 2, 3]
+    tasks = call(of_steps([16, 40, 7, 40, 24, *[40] * 13]), organization, device=device)
+    assert tasks.task_tile.tolist() == [1, 3, *range(5, 18), 2, 4, 4, 0, 0]
+    assert tasks.task_slot.tolist() == [-1] * 16 + [2, 3, 0, 1]
+    assert tasks.task_begin[16:].tolist() == [0, 12, 0, 8]
+    assert tasks.task_end[16:].tolist() == [12, 24, 8, 16]
+    assert tasks.merge_tile.tolist() == [0, 4]
+    assert tasks.merge_offsets.tolist() == [0, 2, 4]
+
+
+def test_a_last_round_is_cut_for_a_tenth_of_it() -> None:
+    # Tiles of less than 16 steps stay whole and last as long as the round then does.
+    device = DeviceModel(sms=4, ctas_per_sm=1, l2_bytes=0)
+    organization = Organization(longest=True, split=True)
+    assert call(of_steps([16] * 17 + [15]), organization, device=device).slots == 0
+    assert call(of_steps([16] * 17 + [14]), organization, device=device).slots == 2
+
+
+def test_only_the_last_group_of_heads_is_cut() -> None:
+    # 18 tasks on 4 CTAs leave two; of the second group there is only one.
+    device = DeviceModel(sms=4, ctas_per_sm=1, l2_bytes=1)
+    organization = Organization(longest=True, split=True)
+    tasks = call(of_steps([16] * 16 + [8], [16]), organization, device=device)
+    assert pairs(tasks)[15:] == [(0, 15), (0, 16), (1, 17), (1, 17)]
+    # A task of the first group that stays is as long: nothing would be gained.
+    assert call(of_steps([16] * 17, [16]), organization, device=device).slots == 0
+    # Both heads in one group: both are cut.
+    device = DeviceModel(sms=4, ctas_per_sm=1, l2_bytes=2)
+    assert call(of_steps([16] * 17, [16]), organization, device=device).slots == 4
+
+
+def test_pairs_that_do_not_exceed_the_capacity_are_cut_by_length_only() -> None:
+    # Limit 12: eleven tasks on three CTAs, the last one of 16 steps behind a part of 12.
+    device = DeviceModel(sms=3, ctas_per_sm=1, l2_bytes=0)
+    tasks = call(of_steps([120, 16]), Organization(split=True), device=device)
+    assert np.bincount(tasks.task_tile).tolist() == [10, 1]
+
+
+def test_parts_of_long_tiles_are_not_cut_again() -> None:
+    # Limit 46, so 70 steps are two parts; the second and a tile of 40 make the last round.
+    device = DeviceModel(sms=3, ctas_per_sm=1, l2_bytes=0)
+    tasks = call(of_steps([40] * 11 + [70, 40]), Organization(split=True), device=device)
+    assert tasks.task_tile.tolist() == [*range(11), 11, 11, 12, 12]
+    assert (tasks.task_end - tasks.task_begin)[11:].tolist() == [35, 35, 20, 20]
+    assert tasks.task_slot[11:].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["split", "longest+split", "runs+longest+split"])
+@pytest.mark.parametrize(
+    ("count", "steps", "sms", "per_sm", "gain"),
+    [
+        # 36 tasks of the 28th round in thirds: one third of a round.
+        (450, 31, 132, 1, 0.022),
+        (450, 450, 132, 1, 0.023),
+        # 168 tasks of the 12th round in thirds: two thirds of a round.
+        (384, 450, 132, 2, 0.027),
+    ],
+)
+def test_a_last_round_in_parts_ends_sooner(
+    name: str, count: int, steps: int, sms: int, per_sm: int, gain: float
+) -> None:
+    # Only the number of steps counts here: one fragment list that 8 heads share.
+    tiles = of_steps([steps] * count)
+    device = DeviceModel(sms=sms, ctas_per_sm=per_sm, l2_bytes=32 << 20)
+    organization = Organization.parse(name)
+    arguments = {"q_heads": 8, "kv_bytes_per_head": 29 << 20, "device": device}
+    with_cuts = makespan(call(tiles, organization, **arguments), device.capacity)
+    whole = makespan(
+        call(tiles, Organization.parse(name.replace("split", "")[:-1] or "rows"), **arguments),
+        device.capacity,
+    )
+    assert whole == -(-8 * count // device.capacity) * steps
+    assert with_cuts <= (1 - gain) * whole
+    # No order can end before all CTAs have the same share.
+    assert with_cuts >= 8 * count * steps / device.capacity
+
+
+@pytest.mark.parametrize("name", ["split", "runs+longest+alternate+split"])
+def test_a_last_round_in_parts_computes_the_same(name: str) -> None:
+    rng = np.random.default_rng(7)
+    blocks = rng.random((1, 4, 10, 40)) < 0.97
+    mask = BlockMask.from_dense(blocks, (16, 16), (155, 633))
+    q = rng.standard_normal((1, 4, 155, 8))
+    k, v = rng.standard_normal((2, 1, 2, 633, 8))
+    tiles = map_mask(mask, Mapping("retain", "pack"), 16, 16)
+    arguments: dict[str, Any] = {"q_heads": 4, "mask_batch": 1, "mask_heads": 4}
+    device = DeviceModel(sms=7, ctas_per_sm=1, l2_bytes=1)
+    organization = Organization.parse(name)
+    of_request: dict[str, Any] = arguments | {
+        "batch": 1,
+        "kv_heads": 2,
+        "kv_bytes_per_head": 1,
+        "device": device,
+    }
+    # 40 tiles on seven CTAs leave five, and only they are cut.
+    assert without_last_cuts(tiles, organization, **of_request).slots == 0
+    tasks = organize(tiles, organization, **of_request)
+    assert (len(tasks.merge_tile), tasks.slots) == (5, 20)
+    got = execute_tiles(tiles, tasks, q, k, v, return_lse=True, dtype=np.float64, **arguments)
+    expected = attention(q, k, v, mask, return_lse=True)
+    for result, right in zip(got, expected, strict=True):
+        np.testing.assert_allclose(result, right, rtol=1e-11, atol=1e-11)
+    # Each part counts: with a step less the result is another.
+    tasks.task_end[-1] -= 1
+    short = execute_tiles(tiles, tasks, q, k, v, dtype=np.float64, **arguments)
+    assert not np.allclose(short, expected[0], rtol=1e-6, atol=1e-6)
+
+
 def test_batch_entries_and_heads_read_their_own_mask() -> None:
     tiles = of_steps([1], [2], [3], [4])
     arguments = {"batch": 2, "q_heads": 2, "kv_heads": 1, "mask_batch": 2, "mask_heads": 2}
@@ -387,6 +603,19 @@ def test_many_heads_and_tiles_take_less_than_a_second(shared: bool) -> None:
         seconds.append(time.process_time() - begin)
     assert len(tasks) >= 48 * 6700
     assert min(seconds) < 1.0
+
+
+def test_a_usual_request_takes_milliseconds() -> None:
+    tiles = of_steps(*[[31] * 900] * 8)
+    organization = Organization(longest=True, split=True)
+    device = DeviceModel(sms=132, ctas_per_sm=1, l2_bytes=32 << 20)
+    seconds = []
+    for _ in range(10):
+        begin = time.process_time()
+        tasks = call(tiles, organization, kv_bytes_per_head=29 << 20, device=device)
+        seconds.append(time.process_time() - begin)
+    assert tasks.slots > 0
+    assert min(seconds) < 0.02
 
 
 def test_counts_beyond_32_bits_do_not_wrap() -> None:
