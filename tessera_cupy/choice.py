@@ -79,7 +79,7 @@ def checked_regime(regime: Any) -> str | PlanSpec | Table:
     if isinstance(regime, (PlanSpec, Table)):
         return regime
     if isinstance(regime, str):
-        return "auto" if regime == "auto" else PlanSpec.parse(regime)
+        return "auto" if regime == "auto" else PlanSpec.parse(regime, argument="regime")
     raise TypeError(
         wrong(
             "regime",

@@ -26,7 +26,6 @@ class KernelConfig:
         arch: architecture name, such as ``"sm_90a"``.
         kernel: ``"attend_mma"``, ``"attend_wgmma"`` or ``"merge_splits"``, the source file's name.
         head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled.
-            ``attend_wgmma`` serves this one only.
         dtype: ``"float16"`` or ``"bfloat16"``.
         tile_q, tile_kv: query rows and KV columns of a physical tile; 0 for ``merge_splits``.
         warps: warps of one CTA.
@@ -91,7 +90,7 @@ class KernelConfig:
     def serves(self, head_dim: int) -> bool:
         """Whether requests of this head dim can use it."""
         if self.kernel == "attend_wgmma":
-            return head_dim == self.head_dim
+            return self.head_dim - 64 < head_dim <= self.head_dim
         return head_dim <= self.head_dim
 
     def ctas_per_sm(self, arch: Arch) -> int:

@@ -56,8 +56,12 @@ class PlanSpec:
         return f"{self.kernel}/{tile}/{self.mapping.name}/{self.organization.name}"
 
     @classmethod
-    def parse(cls, name: str) -> PlanSpec:
+    def parse(cls, name: str, *, argument: str = "plan") -> PlanSpec:
         """Read a plan name such as ``attend_mma/q64k64/retain-pack/longest+split``.
+
+        Args:
+            name: the plan's :attr:`name`.
+            argument: what an error calls it.
 
         Raises:
             ValueError: the name is not the ``name`` of any plan.
@@ -66,7 +70,7 @@ class PlanSpec:
         tile = _TILE.fullmatch(parts[1]) if len(parts) == 4 else None
         if tile is None:
             expected = "kernel/q<rows>k<columns>/<q mapping>-<kv mapping>/<organization>"
-            raise ValueError(wrong("plan", expected, repr(name), f"write it like {_EXAMPLE}"))
+            raise ValueError(wrong(argument, expected, repr(name), f"write it like {_EXAMPLE}"))
         return cls(
             kernel=parts[0],
             tile_q=int(tile[1]),

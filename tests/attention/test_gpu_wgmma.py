@@ -70,6 +70,15 @@ def test_every_mapping_of_every_block_size(
                 gpu.run(made, f"{name} {block} {shape} {dtype} {dim} {layout}", regime=name)
 
 
+@pytest.mark.parametrize("dim", [8, 40, 72, 80, 96, 120])
+def test_head_dims_between(gpu: Any, case: Any, random_mask: Any, rng: Any, dim: int) -> None:
+    mask = random_mask(rng, (32, 64), (391, 530), axes=(2, 2))
+    for layout, dtype in (("BHSD", "bfloat16"), ("BSHD", "float16")):
+        made = case(mask, shared=2, dim=dim, dtype=dtype, layout=layout, rng=rng)
+        for name in specs(mask, dim)[:4]:
+            gpu.run(made, f"{name} {dtype} {dim} {layout}", regime=name)
+
+
 def test_lists_of_length_one_single_fragments_and_empty_rows(gpu: Any, case: Any, rng: Any) -> None:
     blocks = np.zeros((1, 2, 8, 20), bool)
     blocks[0, 0, 1, 19] = blocks[0, 0, 2, 0] = True  # one half of the first tile has nothing

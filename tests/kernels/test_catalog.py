@@ -60,10 +60,18 @@ def test_smallest_head_dim_that_suffices_is_taken(head_dim: int, served_by: int)
         ("attend_mma", "float16", 64, 64, 48),
         ("attend_mma", "float16", 64, 192, 64),
         ("attend_wgmma", "float16", 64, 64, 64),
+        ("attend_wgmma", "float16", 136, 128, 192),
     ],
 )
 def test_what_does_not_exist_is_none(sizes: tuple[str, str, int, int, int]) -> None:
     assert find("sm_90a", *sizes, bits=False) is None
+
+
+@pytest.mark.parametrize(("head_dim", "served_by"), [(8, 64), (64, 64), (72, 128), (128, 128)])
+def test_hopper_s_kernel_fills_rows_to_the_next_64(head_dim: int, served_by: int) -> None:
+    found = find("sm_90a", "attend_wgmma", "bfloat16", head_dim, 128, 192, bits=False)
+    assert found is not None
+    assert found.head_dim == served_by
 
 
 def test_unknown_architecture_is_an_error() -> None:

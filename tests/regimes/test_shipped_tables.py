@@ -96,8 +96,6 @@ def test_a_ranked_plan_never_lacks_its_kernel(name):
             assert choice.key != "base"
             assert "(no regime)" not in choice.regime
             for plan in (choice.ranking[0], *set(choice.ranking) - set(table.document.base)):
-                if plan.kernel == "attend_wgmma" and dim not in (64, 128):
-                    continue  # it serves two head dims only, and is passed over for the others
                 for arch in archs_of(name):
                     assert has_kernel(arch, plan, dtype, dim, False), f"{choice.regime} {plan.name}"
 
@@ -222,7 +220,7 @@ def test_the_first_choice_of_small_blocks_leaves_room_for_a_second_cta(name):
     ("block_q", "expected"), [(16, "share"), (64, "share"), (128, "retain"), (192, "split")]
 )
 def test_hopper_has_its_own_kernel_first(block_q, expected):
-    for dim, density in product((64, 128), (0.1, 0.9)):
+    for dim, density in product((40, 64, 80, 96, 128), (0.1, 0.9)):
         changes = {"head_dim": dim, "block_q": block_q, "density": density}
         first = load_for("sm90").lookup(Features(**{**REQUEST, **changes})).ranking[0]
         assert first.name == f"attend_wgmma/q128k192/{expected}-pack/longest+split"
