@@ -52,6 +52,8 @@ struct AttendConfig {
   static constexpr bool kQInRegisters = kRowTiles == 1 && kHeadDim <= 128;
 
   static constexpr float kLag = 8.0f;  // log2 units by which a reference may trail its row
+  // The reference of a row with nothing yet. Finite, so that a difference with it is never NaN.
+  static constexpr float kNothing = -1e30f;
 
   static constexpr int kQBytes = kTileQ * kRowBytes;
   static constexpr int kKVBytes = kTileKV * kRowBytes;
@@ -66,7 +68,8 @@ struct AttendConfig {
   static_assert(kTileQ % (16 * kWarps) == 0, "each warp takes whole 16-row tiles");
   static_assert(kRowTiles == 1 || kRowTiles == 2, "a warp takes 16 or 32 rows");
   static_assert(kTileQ <= 192, "a fragment has 24 membership bits of 8 rows");
-  static_assert(kTileKV % 16 == 0 && kTileKV <= kThreads, "one thread fills one table column");
+  static_assert(kTileKV % 16 == 0, "PV takes 16 columns at a time");
+  static_assert(kStages * kTileKV <= kThreads, "one thread fills one column of the first tables");
   static_assert(kColTiles <= 32, "one lane reads the membership of one 8-column tile");
   static_assert(kStages == 1 || kStages == 2, "one or two stages");
   static_assert((kTileKV * kChunks) % kThreads == 0 && (kTileQ * kChunks) % kThreads == 0,
@@ -82,9 +85,9 @@ struct alignas(16) StepTable {
   i32 group_column[C::kBits ? C::kColTiles : 1];  // first column inside the fragment
 };
 
-// What the copies need of the task. It lives in shared memory because the products need every
-// register, and one read a step costs nothing.
-struct CopyState {
+// What the copies and the end need of the task. It lives in shared memory because the products need
+// every register, and one read a step costs nothing.
+struct TaskState {
   const u16* k;
   const u16* v;
   const Fragment* frags;  // of the tile
@@ -92,6 +95,11 @@ struct CopyState {
   i32 frag_count;
   i32 first_step;
   i32 direction;  // 1, or -1 when the steps are walked backwards
+  i32 batch;
+  i32 head;  // of the batch
+  i32 first_row;
+  i32 rows;
+  i32 slot;
 };
 
 template <typename C>
@@ -100,9 +108,16 @@ struct SharedStorage {
   StepTable<C> table[C::kTables];
   alignas(16) Fragment fragment[2][C::kColTiles];
   i32 fragment_bits[2][C::kBits ? C::kColTiles : 1];
-  CopyState copy;
+  TaskState task;
   u32 members[C::kWarps];  // of each warp's row groups, the bits that exist
 };
+
+// A value that the compiler knows nothing of. NVRTC for Blackwell turns a comparison with a
+// selected constant into five instructions where one does.
+__device__ __forceinline__ int opaque(int value) {
+  asm("" : "+r"(value));
+  return value;
+}
 
 // Byte offset of a 16-byte chunk. Eight rows at one chunk fall into eight different bank groups.
 template <typename C>
@@ -144,46 +159,53 @@ struct Attend {
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
 
-  // Row `row` of query head `head` (batch * q_heads + head).
   __device__ __forceinline__ const u16* row_pointer(const void* base, const Strides& stride,
-                                                    int head, int row) const {
-    return static_cast<const u16*>(base) + (head / p.q_heads) * stride.batch +
-           (head % p.q_heads) * stride.head + row * stride.row;
+                                                    int batch, int head, int row) const {
+    return static_cast<const u16*>(base) + batch * stride.batch + head * stride.head +
+           row * stride.row;
   }
+
+  __device__ __forceinline__ StepTable<C>& table(u32 i) const { return smem.table[i % C::kTables]; }
 
   // Starts the copy of the i-th step's fragments; past the end they become empty ones.
   __device__ __forceinline__ void fetch_fragments(int i, int steps) const {
     const int count = C::kTileKV >> p.slot_log2;
     if (thread >= count) return;
-    const int index = (smem.copy.first_step + i * smem.copy.direction) * count + thread;
-    const bool valid = i < steps && index < smem.copy.frag_count;
+    const int index = (smem.task.first_step + i * smem.task.direction) * count + thread;
+    const bool valid = i < steps && index < smem.task.frag_count;
     const int source = valid ? index : 0;
-    cp_async8(smem_address(&smem.fragment[i % 2][thread]), smem.copy.frags + source, valid);
+    cp_async8(smem_address(&smem.fragment[i & 1][thread]), smem.task.frags + source, valid);
     if constexpr (C::kBits) {
-      cp_async4(smem_address(&smem.fragment_bits[i % 2][thread]), smem.copy.frag_bits + source,
+      cp_async4(smem_address(&smem.fragment_bits[i & 1][thread]), smem.task.frag_bits + source,
                 valid);
+    }
+  }
+
+  // Enters column `at` of a step, which lies in this fragment, in the step's table.
+  __device__ __forceinline__ void fill_column(StepTable<C>& entries, int at, Fragment fragment,
+                                              i32 bits) const {
+    const int column = at & ((1 << p.slot_log2) - 1);
+    const int length = fragment.info >> 24;
+    const u32 members = fragment.info & 0xffffffu;
+    // A fragment with no members is not loaded: its columns are zeros.
+    entries.row[at] = members != 0 && column < length ? fragment.start + column : -1;
+    if ((at & 7) == 0) {
+      const int valid = min(max(length - column, 0), 8);
+      entries.group[at >> 3] = (static_cast<u32>(valid) << 24) | members;
+      if constexpr (C::kBits) {
+        entries.group_bits[at >> 3] = length > 0 ? bits : -1;
+        entries.group_column[at >> 3] = column;
+      }
     }
   }
 
   // Turns the i-th step's fragments, which have landed, into its table.
   __device__ __forceinline__ void write_table(int i) const {
     if (thread >= C::kTileKV) return;
-    StepTable<C>& table = smem.table[i % C::kTables];
-    const Fragment fragment = smem.fragment[i % 2][thread >> p.slot_log2];
-    const int column = thread & ((1 << p.slot_log2) - 1);
-    const int length = fragment.info >> 24;
-    const u32 members = fragment.info & 0xffffffu;
-    // A fragment with no members is not loaded: its columns are zeros.
-    table.row[thread] = members != 0 && column < length ? fragment.start + column : -1;
-    if ((thread & 7) == 0) {
-      const int valid = min(max(length - column, 0), 8);
-      table.group[thread >> 3] = (static_cast<u32>(valid) << 24) | members;
-      if constexpr (C::kBits) {
-        const i32 bits = smem.fragment_bits[i % 2][thread >> p.slot_log2];
-        table.group_bits[thread >> 3] = length > 0 ? bits : -1;
-        table.group_column[thread >> 3] = column;
-      }
-    }
+    const int index = thread >> p.slot_log2;
+    i32 bits = -1;
+    if constexpr (C::kBits) bits = smem.fragment_bits[i & 1][index];
+    fill_column(table(i), thread, smem.fragment[i & 1][index], bits);
   }
 
   // Copies rows of a tensor into a swizzled tile; `rows_of(i)` gives the source rows of tile rows
@@ -198,14 +220,14 @@ struct Attend {
     if constexpr (C::kThreads % C::kChunks == 0 && kRun % 4 == 0) {
       const int chunk = static_cast<u32>(thread) % C::kChunks;
       const int row0 = static_cast<u32>(thread) / C::kChunks * kRun;
-      copy_run<kRun>(target, reinterpret_cast<u64>(base + chunk * 8), row_bytes, row0, chunk,
+      copy_run<kRun>(target, reinterpret_cast<u64>(base) + chunk * 16u, row_bytes, row0, chunk,
                      rows_of);
     } else {
       constexpr u32 kRuns = kRows / 4 * C::kChunks;
 #pragma unroll 1
       for (u32 index = thread; index < kRuns; index += C::kThreads) {
         const int chunk = index % C::kChunks;
-        copy_run<4>(target, reinterpret_cast<u64>(base + chunk * 8), row_bytes,
+        copy_run<4>(target, reinterpret_cast<u64>(base) + chunk * 16u, row_bytes,
                     index / C::kChunks * 4, chunk, rows_of);
       }
     }
@@ -215,14 +237,18 @@ struct Attend {
   __device__ __forceinline__ void copy_run(u32 target, u64 from, u32 row_bytes, int row0, int chunk,
                                            RowsOf rows_of) const {
     // Rows at or below this are not there: all of them, where the chunk is past the head dim.
-    const int absent = chunk * 8 < p.head_dim ? -1 : 0x7fffffff;
+    const int absent = opaque(chunk * 8 < p.head_dim ? -1 : 0x7fffffff);
+    const u32 first = target + swizzled<C>(row0, chunk);
 #pragma unroll
     for (int i = 0; i < kRun; i += 4) {
       const int4 rows = rows_of(row0 + i);
       const int row[4] = {rows.x, rows.y, rows.z, rows.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        cp_async16(target + swizzled<C>(row0 + i + j, chunk), mad_wide(row[j], row_bytes, from),
+        // row0 is a multiple of kRun, so the swizzles of row0 and of i + j combine by XOR.
+        constexpr int kRowBytes = C::kRowBytes;
+        const u32 swizzle = swizzled<C>(i + j, 0) % kRowBytes;
+        cp_async16((first ^ swizzle) + (i + j) * kRowBytes, mad_wide(row[j], row_bytes, from),
                    row[j] > absent);
       }
     }
@@ -290,15 +316,43 @@ struct Attend {
     }
   }
 
-  // O += P V, read ahead in the same way.
+  // Columns [16 k, 16 k + 16) of P, packed as the A operand of PV, and their part of the row sums.
+  __device__ __forceinline__ void exponentiate(const float (&s)[C::kRowTiles][C::kColTiles][4],
+                                               int k, const float (&reference)[2 * C::kRowTiles],
+                                               u32 (&pr)[C::kRowTiles][4],
+                                               float (&sum)[2 * C::kRowTiles]) const {
+#pragma unroll
+    for (int r = 0; r < 2 * C::kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float* pair = &s[r >> 1][2 * k + i][2 * (r & 1)];
+        const float x = exp2_approx(fmaf(pair[0], p.scale_log2, -reference[r]));
+        const float y = exp2_approx(fmaf(pair[1], p.scale_log2, -reference[r]));
+        if constexpr (C::kRowTiles == 1) {
+          sum[r] += x;  // one at a time: ptxas then holds fewer of them, and three CTAs fit
+          sum[r] += y;
+        } else {
+          sum[r] += x + y;
+        }
+        pr[r >> 1][(r & 1) + 2 * i] = pack2<T>(x, y);
+      }
+    }
+  }
+
+  // O += P V with P = 2^(scale S - reference), 16 columns at a time, and the row sums of P. V is
+  // read ahead in the same way.
   __device__ __forceinline__ void multiply_pv(float (&o)[C::kRowTiles][C::kHeadDim / 8][4],
-                                              const u32 (&pr)[C::kRowTiles][C::kColTiles / 2][4],
+                                              const float (&s)[C::kRowTiles][C::kColTiles][4],
+                                              const float (&reference)[2 * C::kRowTiles],
+                                              float (&sum)[2 * C::kRowTiles],
                                               const u8* v_tile) const {
     const FragmentAddress<C> v_from(smem_address(v_tile), lane & 15, lane >> 4);
     u32 b[2][4];
     ldmatrix_x4_trans(b[0], v_from.at(0, 0));
 #pragma unroll
     for (int k = 0; k < C::kColTiles / 2; ++k) {
+      u32 pr[C::kRowTiles][4];
+      exponentiate(s, k, reference, pr, sum);
 #pragma unroll
       for (int j = 0; j < C::kDimSteps; ++j) {
         const int n = k * C::kDimSteps + j;
@@ -308,8 +362,8 @@ struct Attend {
         }
 #pragma unroll
         for (int tile = 0; tile < C::kRowTiles; ++tile) {
-          mma_m16n8k16<T>(o[tile][2 * j], pr[tile][k], b[n & 1][0], b[n & 1][1]);
-          mma_m16n8k16<T>(o[tile][2 * j + 1], pr[tile][k], b[n & 1][2], b[n & 1][3]);
+          mma_m16n8k16<T>(o[tile][2 * j], pr[tile], b[n & 1][0], b[n & 1][1]);
+          mma_m16n8k16<T>(o[tile][2 * j + 1], pr[tile], b[n & 1][2], b[n & 1][3]);
         }
       }
     }
@@ -361,11 +415,11 @@ struct Attend {
   }
 
   __device__ __forceinline__ void load_k(int i) const {
-    load_kv(k_tile(i), smem.copy.k, p.k_stride.row, smem.table[i % C::kTables]);
+    load_kv(k_tile(i), smem.task.k, p.k_stride.row, table(i));
   }
 
   __device__ __forceinline__ void load_v(int i) const {
-    load_kv(v_tile(i), smem.copy.v, p.v_stride.row, smem.table[i % C::kTables]);
+    load_kv(v_tile(i), smem.task.v, p.v_stride.row, table(i));
   }
 
   struct Membership {
@@ -393,13 +447,13 @@ struct Attend {
     cp_async_commit();
 
     constexpr u32 kAllRows = (1u << (2 * C::kRowTiles)) - 1u;
-    const StepTable<C>& table = smem.table[i % C::kTables];
+    const StepTable<C>& entries = table(i);
     const u32 existing = smem.members[warp];
-    const u32 group = lane < C::kColTiles ? table.group[lane] : 0u;
+    const u32 group = lane < C::kColTiles ? entries.group[lane] : 0u;
     const u32 members = (group >> (warp * 2 * C::kRowTiles)) & kAllRows & existing;
     const u32 valid = group >> 24;
     bool whole = members == existing && valid == 8u;
-    if constexpr (C::kBits) whole = whole && table.group_bits[lane % C::kColTiles] < 0;
+    if constexpr (C::kBits) whole = whole && entries.group_bits[lane % C::kColTiles] < 0;
     return {__any_sync(~0u, members != 0u && valid != 0u) != 0,
             __all_sync(~0u, lane >= C::kColTiles || whole) != 0};
   }
@@ -441,7 +495,6 @@ struct Attend {
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       top = fmaxf(ceilf(top), reference[r]);
-      // A row with nothing yet keeps -inf; its factor is 1, since its sums are 0.
       const float factor = top == reference[r] ? 1.0f : exp2_approx(reference[r] - top);
       reference[r] = top;
       sum[r] *= factor;
@@ -453,60 +506,40 @@ struct Attend {
     }
   }
 
-  // P = 2^(scale S - reference), packed as the A operand of PV, and its row sums.
-  __device__ __forceinline__ void exponentiate(const float (&s)[C::kRowTiles][C::kColTiles][4],
-                                               u32 (&pr)[C::kRowTiles][C::kColTiles / 2][4],
-                                               const float (&reference)[2 * C::kRowTiles],
-                                               float (&sum)[2 * C::kRowTiles]) const {
-#pragma unroll
-    for (int k = 0; k < C::kColTiles / 2; ++k) {
-#pragma unroll
-      for (int r = 0; r < 2 * C::kRowTiles; ++r) {
-        // A row with nothing yet has reference -inf and only scores of -inf: any finite shift.
-        const float shift = -fmaxf(reference[r], -1e30f);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float* pair = &s[r >> 1][2 * k + i][2 * (r & 1)];
-          const float x = exp2_approx(fmaf(pair[0], p.scale_log2, shift));
-          const float y = exp2_approx(fmaf(pair[1], p.scale_log2, shift));
-          sum[r] += x + y;
-          pr[r >> 1][k][(r & 1) + 2 * i] = pack2<T>(x, y);
-        }
-      }
-    }
-  }
+  // What each thread reads of the first tables, where K will be.
+  struct FirstFragments {
+    Fragment fragment[C::kThreads];
+    i32 bits[C::kThreads];
+  };
+  static_assert(sizeof(FirstFragments) <= C::kKVBytes, "the first fragments fit where K will be");
 
-  __device__ __forceinline__ void run() {
-    constexpr int kRowsPerThread = 2 * C::kRowTiles;
-    constexpr int kOutTiles = C::kHeadDim / 8;
-
+  // Starts the copies of Q and of the first K (and V), and returns the number of steps.
+  //
+  // Two dependent reads lead to the first K: the task, and the fragment of one column of the first
+  // tables, which each thread copies for itself. Q is on its way in the meantime.
+  __device__ __forceinline__ int begin_task() const {
     const Task task = p.tasks[blockIdx.x];
     const int steps = task.end - task.begin;
     const int rows = task.rows;
-    if (thread == 0) {
-      const int batch = task.head / p.q_heads;
-      const int kv_head = task.head % p.q_heads / p.q_per_kv;
-      smem.copy.k =
-          static_cast<const u16*>(p.k) + batch * p.k_stride.batch + kv_head * p.k_stride.head;
-      smem.copy.v =
-          static_cast<const u16*>(p.v) + batch * p.v_stride.batch + kv_head * p.v_stride.head;
-      smem.copy.frags = p.frags + task.frag_begin;
-      smem.copy.frag_bits = p.frag_bits + task.frag_begin;
-      smem.copy.frag_count = task.frag_count;
-      smem.copy.first_step = task.reverse ? task.end - 1 : task.begin;
-      smem.copy.direction = task.reverse ? -1 : 1;
+    const int first_step = task.reverse ? task.end - 1 : task.begin;
+    const int direction = task.reverse ? -1 : 1;
+
+    const int i = thread / C::kTileKV;
+    const int column = thread % C::kTileKV;
+    const int index = ((first_step + i * direction) * C::kTileKV + column) >> p.slot_log2;
+    const bool valid = i < min(C::kStages, steps) && index < task.frag_count;
+    const i64 source = valid ? task.frag_begin + index : 0;
+    auto& scratch = *reinterpret_cast<FirstFragments*>(k_tile(0));
+    cp_async8(smem_address(&scratch.fragment[thread]), p.frags + source, valid);
+    if constexpr (C::kBits) {
+      cp_async4(smem_address(&scratch.bits[thread]), p.frag_bits + source, valid);
     }
-    if (lane == 0) {
-      // Rows past the tile do not count as members, nor against a full step.
-      const int warp_rows = rows - warp * 16 * C::kRowTiles;
-      const int groups = min(max((warp_rows + kGroupRows - 1) / kGroupRows, 0), kRowsPerThread);
-      smem.members[warp] = (1u << groups) - 1u;
-    }
-    barrier_sync();
-    fetch_fragments(0, steps);
-    fetch_fragments(1, steps);
     cp_async_commit();
-    copy_rows<C::kTileQ>(smem.tiles, row_pointer(p.q, p.q_stride, task.head, task.first_row),
+
+    const int batch = static_cast<u32>(task.head) / static_cast<u32>(p.q_heads);
+    const int head = task.head - batch * p.q_heads;
+    const int kv_head = static_cast<u32>(head) / static_cast<u32>(p.q_per_kv);
+    copy_rows<C::kTileQ>(smem.tiles, row_pointer(p.q, p.q_stride, batch, head, task.first_row),
                          p.q_stride.row, [&](int row) {
                            return make_int4(row < rows ? row : -1, row + 1 < rows ? row + 1 : -1,
                                             row + 2 < rows ? row + 2 : -1,
@@ -514,6 +547,45 @@ struct Attend {
                          });
     cp_async_commit();
 
+    if (thread == 0) {
+      smem.task = {row_pointer(p.k, p.k_stride, batch, kv_head, 0),
+                   row_pointer(p.v, p.v_stride, batch, kv_head, 0),
+                   p.frags + task.frag_begin,
+                   p.frag_bits + task.frag_begin,
+                   task.frag_count,
+                   first_step,
+                   direction,
+                   batch,
+                   head,
+                   task.first_row,
+                   rows,
+                   task.slot};
+    }
+    if (lane == 0) {
+      // Rows past the tile do not count as members, nor against a full step.
+      const int warp_rows = rows - warp * 16 * C::kRowTiles;
+      const int groups = (warp_rows + kGroupRows - 1) / kGroupRows;
+      smem.members[warp] = (1u << min(max(groups, 0), 2 * C::kRowTiles)) - 1u;
+    }
+    cp_async_wait<1>();  // each thread's own fragment
+    i32 bits = -1;
+    if constexpr (C::kBits) bits = scratch.bits[thread];
+    if (i < C::kStages) fill_column(table(i), column, scratch.fragment[thread], bits);
+    barrier_sync();
+    if (steps > 0) {
+      load_k(0);
+      if constexpr (C::kStages == 2) load_v(0);
+    }
+    fetch_fragments(C::kStages, steps);
+    cp_async_commit();
+    return steps;
+  }
+
+  __device__ __forceinline__ void run() {
+    constexpr int kRowsPerThread = 2 * C::kRowTiles;
+    constexpr int kOutTiles = C::kHeadDim / 8;
+
+    const int steps = begin_task();
     float o[C::kRowTiles][kOutTiles][4];
     float reference[kRowsPerThread];
     float sum[kRowsPerThread];
@@ -526,21 +598,10 @@ struct Attend {
         for (int i = 0; i < 4; ++i) o[tile][j][i] = 0.0f;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      reference[r] = negative_infinity();
+      reference[r] = C::kNothing;
       sum[r] = 0.0f;
     }
 
-    cp_async_wait<1>();
-    barrier_sync();  // the first fragments have landed; Q may still be under way
-    write_table(0);
-    if constexpr (C::kStages == 2) write_table(1);
-    barrier_sync();
-    if (steps > 0) {
-      load_k(0);
-      if constexpr (C::kStages == 2) load_v(0);
-    }
-    if constexpr (C::kStages == 2) fetch_fragments(2, steps);
-    cp_async_commit();
     if (C::kQInRegisters || p.negate) {
       cp_async_wait<1>();
       barrier_sync();  // Q has landed
@@ -573,13 +634,11 @@ struct Attend {
         for (int j = 0; j < C::kColTiles; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[tile][j][e] = 0.0f;
-      if (!member.full) mask(s, smem.table[i % C::kTables]);
+      if (!member.full) mask(s, table(i));
       multiply_qk(s, q, k_tile(i));
       turn_over_k(i, steps);
       grow(s, o, reference, sum);
-      u32 pr[C::kRowTiles][C::kColTiles / 2][4];
-      exponentiate(s, pr, reference, sum);
-      multiply_pv(o, pr, v_tile(i));
+      multiply_pv(o, s, reference, sum, v_tile(i));
     }
     cp_async_wait<0>();
     finish(o, reference, sum);
@@ -589,9 +648,7 @@ struct Attend {
                                          const float (&reference)[2 * C::kRowTiles],
                                          float (&sum)[2 * C::kRowTiles]) {
     constexpr int kRowsPerThread = 2 * C::kRowTiles;
-    // Read again rather than held through the loop.
-    const Task task = p.tasks[blockIdx.x];
-    const int first_row = task.first_row;
+    const TaskState& task = smem.task;
     const int rows = task.rows;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
@@ -634,11 +691,13 @@ struct Attend {
       if (p.lse != nullptr && (lane & 3) == 0 && row < rows) {
         const float lse = sum[r] > 0.0f ? (reference[r] + log2_approx(sum[r])) * 0.6931471805599453f
                                         : negative_infinity();
-        p.lse[static_cast<i64>(task.head) * p.sq + first_row + row] = lse;
+        p.lse[(static_cast<i64>(task.batch) * p.q_heads + task.head) * p.sq + task.first_row +
+              row] = lse;
       }
     }
     __syncwarp();
-    u16* out = const_cast<u16*>(row_pointer(p.o, p.o_stride, task.head, first_row));
+    u16* out =
+        const_cast<u16*>(row_pointer(p.o, p.o_stride, task.batch, task.head, task.first_row));
     constexpr int kWarpRows = 16 * C::kRowTiles;
 #pragma unroll 4
     for (int index = lane; index < kWarpRows * C::kChunks; index += 32) {

@@ -111,7 +111,7 @@ def _attend_smem(
     size = 2 * kv * stages + (0 if q_shares_v else q)
     size += 2 * stages * _align(table, 16)
     size += 2 * 8 * groups + 2 * 4 * (groups if bits else 1)  # fragments and their bits
-    size = _align(size, 8) + 48 + 4 * warps  # CopyState and members
+    size = _align(size, 8) + 64 + 4 * warps  # TaskState and members
     return _align(size, 1024)
 
 
