@@ -163,7 +163,7 @@ _ROWS = (
         (2, 2),
         f"{_WHY_128}; half the barriers of 64 columns",
     ),
-    _Row(_ALL, 96, 64, 64, 4, 1, (3, 2), _WHY_64),
+    _Row(_ALL, 96, 64, 64, 4, 1, (3, 3), _WHY_64),
     _Row(_ALL, 96, 128, 64, 4, 1, (2, 2), _WHY_128),
     _Row(("sm_80", "sm_90a"), 128, 64, 64, 4, 1, (3, 2), _WHY_64),
     _Row(("sm_100a", *_SMALL), 128, 64, 64, 4, 1, (2, 2), f"{_WHY_64}; a third CTA would spill"),
