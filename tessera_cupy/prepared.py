@@ -76,7 +76,9 @@ class Prepared:
 
         with self._lock:
             if device not in self._uploaded:
-                self._uploaded[device] = launch.upload(self.tiles(mask), self.tasks(mask))
+                self._uploaded[device] = launch.upload(
+                    self.tiles(mask), self.tasks(mask), bits=self.config.bits
+                )
             return self._uploaded[device]
 
 

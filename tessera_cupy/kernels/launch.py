@@ -168,8 +168,14 @@ class DevicePlan:
         return sum(getattr(v, "nbytes", 0) for v in vars(self).values())
 
 
-def upload(tiles: Tiles, tasks: Tasks) -> DevicePlan:
-    """Copy a plan to the current device; returns once the copies are complete."""
+def upload(tiles: Tiles, tasks: Tasks, *, bits: bool) -> DevicePlan:
+    """Copy a plan to the current device; returns once the copies are complete.
+
+    Args:
+        tiles: the tiles.
+        tasks: their tasks.
+        bits: whether the kernel reads token bits, which it also does where no fragment has any.
+    """
     import cupy
 
     collect()
@@ -183,8 +189,8 @@ def upload(tiles: Tiles, tasks: Tasks) -> DevicePlan:
         tile_q=cupy.asarray(tiles.tile_q),
         units=None if tiles.tile_units is None else cupy.asarray(tiles.tile_units),
         fragments=cupy.asarray(packed_fragments(tiles)),
-        frag_bits=cupy.asarray(tiles.frag_bits) if len(tiles.bits) else None,
-        bits=cupy.asarray(tiles.bits) if len(tiles.bits) else None,
+        frag_bits=cupy.asarray(tiles.frag_bits) if bits else None,
+        bits=cupy.asarray(tiles.bits) if bits else None,
         merge_head=cupy.asarray(tasks.merge_head),
         merge_tile=cupy.asarray(tasks.merge_tile),
         merge_offsets=cupy.asarray(tasks.merge_offsets),

@@ -217,7 +217,7 @@ def test_all_that_touches_memory_happens_on_the_stream(
 
     monkeypatch.setattr(interop, "on_stream", on_stream)
     monkeypatch.setattr(interop, "empty", lambda like, shape, dtype: Tensor(shape))
-    monkeypatch.setattr(launch, "upload", lambda tiles, tasks: None)
+    monkeypatch.setattr(launch, "upload", lambda tiles, tasks, *, bits: None)
     monkeypatch.setattr(launch, "attend", lambda *args: None)
     names = {
         interop: ("empty", "device_operand", "aligned", "returned"),
@@ -245,7 +245,7 @@ def test_copies_are_handed_on_with_the_launch(gpus: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(interop, "on_stream", lambda *args: nullcontext())
     monkeypatch.setattr(interop, "empty", lambda like, shape, dtype: Tensor(shape))
     monkeypatch.setattr(interop, "aligned", aligned)
-    monkeypatch.setattr(launch, "upload", lambda tiles, tasks: None)
+    monkeypatch.setattr(launch, "upload", lambda tiles, tasks, *, bits: None)
     monkeypatch.setattr(launch, "attend", lambda *args: launched.append(args[-1]))
     for arrays in ((Q, K, K), (Q, turned, K), (Q, K, turned)):
         block_sparse_attention(*arrays, MASK)

@@ -218,7 +218,9 @@ def split(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     at = launch.Tensor(4096, (4096, 4096, 64))
     geometry = launch.Geometry(1, 1, 1, 64, 4096, 64, "bfloat16", 0.125, 1, 0)
     arrays = made.tiles(), made.tasks()
-    state = SimpleNamespace(arrays=arrays, plan=launch.upload(*arrays), launched=launched)
+    state = SimpleNamespace(
+        arrays=arrays, plan=launch.upload(*arrays, bits=False), launched=launched
+    )
 
     def run(temporaries: Any = ()) -> list[weakref.ref[Any]]:
         """The workspace of the run, to be watched."""
@@ -299,10 +301,10 @@ def test_uploads_give_back_what_is_no_longer_read(split: Any, cupy: Any) -> None
     split.run()
     tasks = weakref.ref(split.plan.tasks)
     other, cupy.stream = cupy.stream, own
-    split.plan = launch.upload(*split.arrays)
+    split.plan = launch.upload(*split.arrays, bits=False)
     assert tasks() is not None
     other.progress()
-    split.plan = launch.upload(*split.arrays)
+    split.plan = launch.upload(*split.arrays, bits=False)
     assert tasks() is None
 
 
@@ -324,3 +326,14 @@ def test_the_mode_of_captures_is_put_back(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="inside"), lifetime.pool_may_grow():
         raise ValueError("inside")
     assert modes[3:] == ["relaxed", "global"]
+
+
+def test_a_kernel_that_reads_token_bits_is_given_them_also_where_no_fragment_has_any(
+    split: Any, cupy: Any
+) -> None:
+    tiles, tasks = split.arrays
+    assert len(tiles.bits) == 0
+    plan = launch.upload(tiles, tasks, bits=True)
+    assert plan.frag_bits is not None
+    assert plan.frag_bits.nbytes == 4 * len(tiles.frag_start)
+    assert launch.upload(tiles, tasks, bits=False).frag_bits is None
