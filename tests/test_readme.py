@@ -49,7 +49,9 @@ def test_links_lead_to_files() -> None:
 
 def test_commands_are_known_to_the_program() -> None:
     shell = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
-    commands = re.findall(r"^tessera-cupy (\w+(?: (?:build|attention|families))?)", shell, re.MULTILINE)
+    commands = re.findall(
+        r"^tessera-cupy (\w+(?: (?:build|attention|families))?)", shell, re.MULTILINE
+    )
     assert {"env", "plan", "cache build", "bench attention", "bench families"} <= set(commands)
     for command in commands:
         words = [sys.executable, "-m", "tessera_cupy", *command.split(), "--help"]
