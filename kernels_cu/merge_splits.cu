@@ -27,7 +27,8 @@ __device__ __forceinline__ void merge_splits(const MergeParams& p) {
   for (int slot = begin; slot < end; ++slot) {
     top = fmaxf(top, parts[static_cast<i64>(slot) * p.tile_rows + row].x);
   }
-  // A part without keys has m = -inf and l = 0; with no keys in any part all weights are 0.
+  // A part without keys has l = 0, and an m that lies below any other; with no keys in any part all
+  // weights are 0.
   float total = 0.0f;
   for (int slot = begin; slot < end; ++slot) {
     const float2 part = parts[static_cast<i64>(slot) * p.tile_rows + row];
@@ -64,9 +65,10 @@ __device__ __forceinline__ void merge_splits(const MergeParams& p) {
 
 }  // namespace tessera
 
-// The one entry of a specialisation.
+// The one entry of a specialisation. Five CTAs a multiprocessor keep NVRTC 13.5 from trading
+// registers for spills.
 #define TESSERA_MERGE_SPLITS(T, WARPS)                                    \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32)                \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 5)             \
       merge_splits(const __grid_constant__ tessera::MergeParams params) { \
     tessera::merge_splits<tessera::T, WARPS>(params);                     \
   }
