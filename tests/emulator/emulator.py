@@ -1,0 +1,267 @@
+"""Runs the kernels of ``kernels_cu/`` on the CPU, through the package's own launch code.
+
+:func:`build` compiles a catalog entry with g++ against the headers of this folder, which stand in
+for CUDA and for ``common/ptx*.cuh``. :class:`Emulator` takes the GPU's place: arrays between pages
+that nothing may touch, inputs that nothing may write, tensor maps that the emulated copy engine
+reads. The kernels then run as they are, and so does ``tessera_cupy.kernels.launch``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import DTypeLike, NDArray
+
+from tessera_cupy import ArraySpec, BlockMask, make_plan
+from tessera_cupy._resources import kernels_dir
+from tessera_cupy.kernels import launch, tensor_maps
+from tessera_cupy.kernels.catalog import KernelConfig, merge_for
+from tessera_cupy.kernels.specialise import source
+
+HERE = Path(__file__).parent
+#: Names a folder of kernels to run in place of the package's.
+KERNELS_VARIABLE = "EMULATOR_KERNELS"
+
+_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
+_FLAGS += ("-w",)  # of the kernels, NVRTC is the judge
+_MAP_MARK = 0x7465737365726121
+_PAGE = mmap.PAGESIZE
+
+
+class EmulationError(AssertionError):
+    """A kernel did what no kernel may: the message says what, where, and the seed."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler, or None."""
+    return shutil.which("g++")
+
+
+def build(config: KernelConfig, folder: Path, kernels: Path | None = None) -> Path:
+    """Compile an entry; once for all processes that share the folder.
+
+    Args:
+        config: the entry.
+        folder: where libraries are kept.
+        kernels: folder of CUDA sources; None means ``$EMULATOR_KERNELS``, or the package's own.
+
+    Returns:
+        The shared library.
+    """
+    kernels = kernels or Path(os.environ.get(KERNELS_VARIABLE) or kernels_dir())
+    target = folder / f"{config.arch}-{config.name}"
+    library = target / "kernel.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if library.exists():
+            return library
+        # Quoted includes look beside the including file first, so the stand-ins go there.
+        shutil.copytree(kernels, target, dirs_exist_ok=True)
+        shutil.copytree(HERE / "common", target / "common", dirs_exist_ok=True)
+        (target / "entry.cu").write_text(source(config))
+        partial = target / "kernel.partial"
+        command = [compiler() or "g++", *_FLAGS, f"-I{target}", f"-I{HERE}"]
+        command += [f'-DKERNEL="{target}/entry.cu"', f"-DENTRY={config.entry}"]
+        command += [str(HERE / "driver.cpp"), "-o", str(partial)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode:
+            raise RuntimeError(f"{config.name} for the emulator: {made.stderr[:4000]}")
+        partial.rename(library)
+    return library
+
+
+class Array:
+    """Memory of the emulated GPU: bytes that end, or begin, at a page that nothing may touch."""
+
+    def __init__(self, nbytes: int, *, at_end: bool) -> None:
+        self.nbytes = nbytes
+        self._size = -(-nbytes // _PAGE) * _PAGE
+        self._map = mmap.mmap(-1, self._size + 2 * _PAGE)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._start = _PAGE + (self._size - nbytes if at_end else 0)
+        self.data = SimpleNamespace(ptr=self._base + self._start)
+        self._all = np.frombuffer(self._map, np.uint8)
+        self._all[:] = 0xFF
+        self._protect(self._base, _PAGE, mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0)
+        self._protect(self._base + _PAGE + self._size, _PAGE, 0)
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        return self._all[self._start : self._start + self.nbytes]
+
+    def seal(self) -> None:
+        """Make it read-only."""
+        self._protect(self._base + _PAGE, self._size, mmap.PROT_READ)
+
+    def check(self) -> None:
+        """Raise when something was written beside it."""
+        room = self._all[_PAGE : _PAGE + self._size]
+        used = self._start - _PAGE
+        beside = np.concatenate([room[:used], room[used + self.nbytes :]])
+        if (beside != 0xFF).any():
+            raise EmulationError(f"something was written beside an array of {self.nbytes} bytes")
+
+    @staticmethod
+    def _protect(address: int, size: int, access: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if size and libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), access):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+
+@dataclass
+class Emulator:
+    """A GPU made of host code.
+
+    Attributes:
+        folder: where compiled entries are kept.
+        seed: decides the order of what the hardware leaves open, and where arrays end.
+        kernels: as in :func:`build`.
+        capacity: CTAs at a time, for kernels that take several tasks each.
+    """
+
+    folder: Path
+    seed: int
+    kernels: Path | None = None
+    capacity: int = 3
+    _arrays: list[Array] = field(default_factory=list)
+
+    def run(
+        self,
+        mask: BlockMask,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        *,
+        regime: str,
+        arch: str,
+        layout: str = "BHSD",
+        sm_scale: float | None = None,
+    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """O, like q, and the LSE of a plan's kernel and merge.
+
+        Raises:
+            EmulationError: a deadlock, an access out of bounds, a misuse of an instruction.
+        """
+        specs = [ArraySpec(x.shape, str(x.dtype)) for x in (q, k, v)]
+        plan = make_plan(mask, *specs, layout=layout, regime=regime, arch=arch)
+        r = plan.request
+        with self._in_place_of_the_gpu():
+            q_, k_, v_ = (self._input(x) for x in (q, k, v))
+            out = self._array(q.nbytes)
+            lse = self._array(4 * r.batch * r.q_heads * r.sq)
+            uploaded = launch.upload(plan.tiles(), plan.tasks(), bits=plan.config.bits)
+
+            def tensor(array: Array, x: NDArray[Any]) -> launch.Tensor:
+                batch, *middle, _ = (s // x.itemsize for s in x.strides)
+                head, row = middle if layout == "BHSD" else middle[::-1]
+                return launch.Tensor(array.data.ptr, (batch, head, row))
+
+            launch.attend(
+                plan.config,
+                merge_for(plan.config),
+                uploaded,
+                tensor(q_, q),
+                tensor(k_, k),
+                tensor(v_, v),
+                tensor(out, q),
+                lse.data.ptr,
+                launch.Geometry(
+                    **{n: getattr(r, n) for n in ("batch", "q_heads", "kv_heads", "sq", "skv")},
+                    head_dim=r.head_dim,
+                    dtype=r.dtype,
+                    sm_scale=1 / math.sqrt(r.head_dim) if sm_scale is None else sm_scale,
+                    capacity=self.capacity,
+                    device=0,
+                ),
+            )
+            for array in self._arrays:
+                array.check()
+            self._arrays.clear()
+        made = out.bytes.view(q.dtype).reshape(q.shape).copy()
+        return made, lse.bytes.view(np.float32).reshape(r.batch, r.q_heads, r.sq).copy()
+
+    def _array(self, nbytes: int) -> Array:
+        array = Array(nbytes, at_end=bool((self.seed + len(self._arrays)) % 2))
+        self._arrays.append(array)
+        return array
+
+    def _input(self, x: NDArray[Any]) -> Array:
+        array = self._array(x.nbytes)
+        array.bytes[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        array.seal()
+        return array
+
+    @contextmanager
+    def _in_place_of_the_gpu(self) -> Iterator[None]:
+        def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+            return self._array(math.prod(shape) * np.dtype(dtype).itemsize)
+
+        stream = SimpleNamespace(ptr=0, is_capturing=lambda: False, synchronize=lambda: None)
+        cupy = SimpleNamespace(
+            asarray=self._input, empty=empty, cuda=SimpleNamespace(get_current_stream=lambda: stream)
+        )
+        with (
+            mock.patch.dict(sys.modules, {"cupy": cupy}),
+            mock.patch.object(launch, "load", lambda config, device: self._function(config)),
+            mock.patch.object(tensor_maps, "encode", encode),
+        ):
+            yield
+
+    def _function(self, config: KernelConfig) -> Callable[..., None]:
+        emulate = ctypes.CDLL(str(build(config, self.folder, self.kernels))).emulate
+        emulate.restype = ctypes.c_char_p
+
+        def call(
+            grid: tuple[int, ...], block: tuple[int], arguments: Any, *, shared_mem: int = 0
+        ) -> None:
+            error = emulate(
+                ctypes.c_void_p(arguments[0].ctypes.data),
+                *(ctypes.c_uint(n) for n in (*grid, 1)[:2]),
+                ctypes.c_uint(block[0]),
+                ctypes.c_uint(shared_mem),
+                ctypes.c_ulong(self.seed),
+            )
+            if error:
+                raise EmulationError(f"{config.name}, seed {self.seed}: {error.decode()}")
+
+        return call
+
+
+def encode(
+    pointer: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> Any:
+    """A tensor map for the emulated copy engine (``MapContents``), with the driver's rules."""
+    assert pointer % 16 == 0, f"address {pointer:#x}"
+    assert all(2 * stride % 16 == 0 for stride in strides), f"strides {strides}"
+    assert all(0 < size for size in sizes) and all(0 < n <= 256 for n in box), f"{sizes}, {box}"
+    assert 2 * box[0] <= 128, "the innermost side of a box is at most the swizzle's 128 bytes"
+    assert len(sizes) == len(strides) + 1 == len(box)
+
+    def padded(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:
+        return (*numbers, *[0] * (count - len(numbers)))
+
+    packed = struct.pack(
+        "<QQ4Q5I5II",
+        *(_MAP_MARK, pointer),
+        *padded(tuple(2 * stride for stride in strides), 4),
+        *padded(sizes, 5),
+        *padded(box, 5),
+        len(sizes),
+    )
+    return np.frombuffer(packed.ljust(128, b"\0"), tensor_maps.TENSOR_MAP)[0]
