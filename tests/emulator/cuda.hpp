@@ -63,6 +63,15 @@ inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> (shift & 31));
+}
+inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> min(shift, 32u));
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>(((static_cast<unsigned long long>(high) << 32 | low) << (shift & 31)) >> 32);
+}
 
 // The pages beside an array of global memory are out of bounds, and inputs are read-only pages.
 template <typename T>
@@ -115,7 +124,38 @@ inline T shuffle(unsigned mask, T value, int source, const char* what) {
   return mine.result;
 }
 
+template <typename T, typename Combine>
+inline T reduce(unsigned mask, T value, const char* what, Combine combine) {
+  meet_lanes(mask, what, &value, [mask, combine](const void* const* given) {
+    auto of = [&](int i) { return static_cast<T*>(const_cast<void*>(given[i])); };
+    const int first = __builtin_ctz(mask);
+    T total = *of(first);
+    for (int i = first + 1; i < 32; ++i)
+      if (mask >> i & 1) total = combine(total, *of(i));
+    for (int i = first; i < 32; ++i)
+      if (mask >> i & 1) *of(i) = total;
+  });
+  return value;
+}
+
 }  // namespace emulator
+
+// Of int and unsigned, as on the GPU.
+template <typename T>
+inline T __reduce_add_sync(unsigned mask, T x) {
+  return emulator::reduce(mask, x, "__reduce_add_sync", [](T a, T b) { return T(unsigned(a) + unsigned(b)); });
+}
+template <typename T>
+inline T __reduce_max_sync(unsigned mask, T x) {
+  return emulator::reduce(mask, x, "__reduce_max_sync", [](T a, T b) { return max(a, b); });
+}
+template <typename T>
+inline T __reduce_min_sync(unsigned mask, T x) {
+  return emulator::reduce(mask, x, "__reduce_min_sync", [](T a, T b) { return min(a, b); });
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned x) {
+  return emulator::reduce(mask, x, "__reduce_or_sync", [](unsigned a, unsigned b) { return a | b; });
+}
 
 inline unsigned __ballot_sync(unsigned mask, bool on) {
   return emulator::ballot(mask, on, "__ballot_sync");
@@ -148,3 +188,11 @@ inline T atomicMax(T* address, T value) {
   *address = max(old, value);
   return old;
 }
+template <typename T>
+inline T atomicOr(T* address, T value) {
+  const T old = *address;
+  *address |= value;
+  return old;
+}
+// CTAs run one after another.
+inline void __threadfence() {}
