@@ -472,9 +472,9 @@ def test_build_without_nvrtc_is_one_error(
 def test_filters_keep_what_a_request_can_lead_to() -> None:
     kernels = catalog("sm_80")
     chosen = cache_command._selected(kernels, "bfloat16", 80)
-    assert {config.dtype for config in chosen} == {"bfloat16"}
-    assert any(config.kernel == "merge_splits" for config in chosen)
-    attention = [config for config in chosen if config.kernel != "merge_splits"]
+    assert {config.dtype for config in chosen} == {"bfloat16", ""}
+    assert {"merge_splits", "tile_scan"} < {config.kernel for config in chosen}
+    attention = [config for config in chosen if config.attends]
     assert min(config.head_dim for config in attention) == 96
     tiles = [(config.tile_q, config.tile_kv, config.bits) for config in attention]
     assert len(tiles) == len(set(tiles))

@@ -131,10 +131,10 @@ def _selected(
     configs: Iterable[KernelConfig], dtype: str | None, head_dim: int | None
 ) -> list[KernelConfig]:
     """Catalog entries that a request of this dtype and head dim can lead to."""
-    chosen = [c for c in configs if dtype in (None, c.dtype)]
+    chosen = [c for c in configs if dtype is None or c.dtype in (dtype, "")]
     if head_dim is None:
         return chosen
-    attention = [c for c in chosen if c.kernel != "merge_splits"]
+    attention = [c for c in chosen if c.attends]
     own = sorted({c.head_dim for c in attention})
     if head_dim not in range(8, own[-1] + 1, 8):
         raise ValueError(
@@ -151,7 +151,7 @@ def _selected(
         for c in attention
         if c == find(c.arch, c.kernel, c.dtype, head_dim, c.tile_q, c.tile_kv, c.bits)
     ]
-    return [*serving, *(c for c in chosen if c.kernel == "merge_splits")]
+    return [*serving, *(c for c in chosen if not c.attends)]
 
 
 def _writable(cache: KernelCache, archs: Iterable[str]) -> Path:

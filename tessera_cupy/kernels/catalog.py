@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -16,6 +17,8 @@ DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 MAX_HEAD_DIM = 256
 #: Entry function of each kernel.
 ENTRIES = {"attend_mma": "attend", "attend_wgmma": "attend", "merge_splits": "merge_splits"}
+#: Kernels that build tiles on the GPU; each bears its entry's name, and all are in ``tiles.cu``.
+TILE_KERNELS = ("tile_counts", "tile_scan", "tile_fragments")
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,12 @@ class KernelConfig:
 
     Attributes:
         arch: architecture name, such as ``"sm_90a"``.
-        kernel: ``"attend_mma"``, ``"attend_wgmma"`` or ``"merge_splits"``, the source file's name.
-        head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled.
-        dtype: ``"float16"`` or ``"bfloat16"``.
-        tile_q, tile_kv: query rows and KV columns of a physical tile; 0 for ``merge_splits``.
+        kernel: ``"attend_mma"``, ``"attend_wgmma"`` or ``"merge_splits"``, the source file's name,
+            or one of :data:`TILE_KERNELS`.
+        head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled. 0 for
+            kernels that read no Q, K or V.
+        dtype: ``"float16"`` or ``"bfloat16"``; empty for kernels that read no Q, K or V.
+        tile_q, tile_kv: query rows and KV columns of a physical tile; 0 where none is computed.
         warps: warps of one CTA.
         stages: K and V stages in shared memory.
         min_ctas: CTAs that fit on one multiprocessor together; bounds the registers.
@@ -54,6 +59,8 @@ class KernelConfig:
         >>> find("sm_90a", "attend_mma", "bfloat16", 80, 64, 64, bits=True).name
         'attend_mma_bf16_d96_q64k64w4_bits'
         """
+        if not self.dtype:
+            return "_".join((self.kernel, *self.features))
         if self.kernel == "merge_splits":
             return f"{self.kernel}_{DTYPES[self.dtype]}"
         stages = f"s{self.stages}" if self.stages > 1 else ""
@@ -69,7 +76,12 @@ class KernelConfig:
     @property
     def entry(self) -> str:
         """Name of the entry function in the cubin."""
-        return ENTRIES[self.kernel]
+        return ENTRIES.get(self.kernel, self.kernel)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it computes attention, and is no helper of such a kernel."""
+        return self.kernel.startswith("attend")
 
     @property
     def bits(self) -> bool:
@@ -79,7 +91,9 @@ class KernelConfig:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one CTA, bytes."""
-        if self.kernel == "merge_splits":
+        if self.kernel in _TILE_SMEM:
+            return _TILE_SMEM[self.kernel](self.warps)
+        if not self.attends:
             return 0
         if self.kernel == "attend_wgmma":
             return _wgmma_smem(self.head_dim, self.tile_q, self.tile_kv, self.stages)
@@ -124,6 +138,15 @@ def _wgmma_smem(head_dim: int, tile_q: int, tile_kv: int, stages: int) -> int:
 
 def _align(size: int, to: int) -> int:
     return -(-size // to) * to
+
+
+_TILE_SMEM: dict[str, Callable[[int], int]] = {
+    # TileScanStorage in tiles.cu: 256 buckets a warp, in whose place 4096 turns fit; their edges;
+    # two sums and a count a warp; ten numbers.
+    "tile_scan": lambda warps: max(4 * 256 * warps, 8 * 4096) + 4 * 256 + 12 * warps + 40,
+    # 1024 entries of 16 bits a warp.
+    "tile_fragments": lambda warps: 2048 * warps,
+}
 
 
 _LARGE = ("sm_90a", "sm_100a")  # 227 KB of shared memory a CTA
@@ -178,6 +201,12 @@ _WGMMA_WHY = (
     "two warpgroups of 64 rows at the full matrix rate; as many columns as registers and shared "
     "memory hold, so that the fixed cost of a step is spread over the most work"
 )
+_TILE_WARPS = {"tile_counts": 8, "tile_scan": 32, "tile_fragments": 4}
+_TILE_WHY = {
+    "tile_counts": "a warp a tile: a lane counts the bits of one word of the bitmap at a time",
+    "tile_scan": "one CTA with all warps that it may have: the sums and the order of all tiles",
+    "tile_fragments": "a warp a tile, few warps a CTA, as lists differ in length",
+}
 _MERGE_WARPS = 8
 _MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"
 
@@ -230,6 +259,22 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
                     why=_WGMMA_WHY,
                 )
             )
+    configs += [
+        KernelConfig(
+            target.name,
+            kernel,
+            head_dim=0,
+            dtype="",
+            tile_q=0,
+            tile_kv=0,
+            warps=_TILE_WARPS[kernel],
+            stages=1,
+            min_ctas=1,
+            features=(),
+            why=_TILE_WHY[kernel],
+        )
+        for kernel in TILE_KERNELS
+    ]
     for dtype in DTYPES:
         configs.append(
             KernelConfig(
@@ -283,6 +328,15 @@ def merge_for(config: KernelConfig) -> KernelConfig:
             return other
     known = ", ".join(DTYPES)
     raise ValueError(wrong("config.dtype", f"one of {known}", config.dtype, "use a catalog entry"))
+
+
+def tile_kernel(arch: str, kernel: str) -> KernelConfig:
+    """The entry of one of :data:`TILE_KERNELS`.
+
+    >>> tile_kernel("sm_90", "tile_scan").name
+    'tile_scan'
+    """
+    return next(config for config in catalog(arch) if config.kernel == kernel)
 
 
 def why_not(config: KernelConfig, smem_block: int) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tessera_cupy._resources import kernels_dir
-from tessera_cupy.kernels.catalog import KernelConfig
+from tessera_cupy.kernels.catalog import TILE_KERNELS, KernelConfig
 
 _TYPES = {"float16": "half_t", "bfloat16": "bf16_t"}
 
@@ -21,8 +21,15 @@ def source(config: KernelConfig) -> str:
     TESSERA_MERGE_SPLITS(bf16_t, 8)
     <BLANKLINE>
     """
+    file = "tiles" if config.kernel in TILE_KERNELS else config.kernel
+    head = f'// {config.name} for {config.arch}\n#include "{file}.cu"\n\n'
+    if config.kernel in TILE_KERNELS:
+        entry = f"{head}TESSERA_{config.kernel.upper()}({config.warps})\n"
+        if config.kernel != "tile_scan":
+            return entry
+        storage = f"TileScanStorage<{config.warps}>"
+        return f"{entry}\n{_size_check(storage, config)}"
     element = _TYPES[config.dtype]
-    head = f'// {config.name} for {config.arch}\n#include "{config.kernel}.cu"\n\n'
     if config.kernel == "merge_splits":
         return f"{head}TESSERA_MERGE_SPLITS({element}, {config.warps})\n"
     if config.kernel == "attend_wgmma":
@@ -30,20 +37,20 @@ def source(config: KernelConfig) -> str:
         return (
             f"{head}TESSERA_ATTEND_WGMMA({element}, {shape})\n\n"
             f"using Config = tessera::WgmmaConfig<tessera::{element}, {shape}>;\n"
-            f"{_size_check('WgmmaStorage', config)}"
+            f"{_size_check('WgmmaStorage<Config>', config)}"
         )
     sizes = (config.head_dim, config.tile_q, config.tile_kv, config.warps, config.stages)
     shape = ", ".join(map(str, sizes)) + (", true" if config.bits else ", false")
     return (
         f"{head}TESSERA_ATTEND_MMA({element}, {shape}, {config.min_ctas})\n\n"
         f"using Config = tessera::AttendConfig<tessera::{element}, {shape}>;\n"
-        f"{_size_check('SharedStorage', config)}"
+        f"{_size_check('SharedStorage<Config>', config)}"
     )
 
 
 def _size_check(storage: str, config: KernelConfig) -> str:
     return (
-        f"static_assert(sizeof(tessera::{storage}<Config>) == {config.smem_bytes},\n"
+        f"static_assert(sizeof(tessera::{storage}) == {config.smem_bytes},\n"
         f'              "the catalog\'s smem_bytes is not the size of {storage}");\n'
     )
 
