@@ -56,11 +56,12 @@ def regroup(mask: BlockMask, q: int) -> NDArray[np.int32]:
     order = np.tile(np.arange(nq, dtype=np.int32), (mask.batch * mask.heads, 1))
     for head, groups in enumerate(order):
         rows = mask.indptr[head * nq : head * nq + whole + 1]
-        listed = np.zeros((whole, nk), np.bool_)
-        cells = np.repeat(np.arange(whole) * nk, np.diff(rows))
+        listed = np.zeros((whole, -(-nk // 64) * 64), np.bool_)
+        cells = np.repeat(np.arange(whole) * listed.shape[1], np.diff(rows))
         cells += mask.indices[rows[0] : rows[-1]]
         listed.reshape(-1)[cells] = True
-        groups[:whole] = _grouped(listed, joined).reshape(-1)
+        words = np.packbits(listed, axis=1).view(np.uint64)
+        groups[:whole] = _grouped(words, joined).reshape(-1)
     return order
 
 
@@ -102,8 +103,8 @@ def units(order: NDArray[np.int32], block: int, q: int, tokens: int) -> NDArray[
     return rows
 
 
-def _grouped(listed: NDArray[np.bool_], size: int) -> NDArray[np.int64]:
-    """Groups of ``size`` rows each, (groups, size); ``listed`` are the rows' lists."""
+def _grouped(listed: NDArray[np.uint64], size: int) -> NDArray[np.int64]:
+    """Groups of ``size`` rows each, (groups, size); ``listed`` has a bit for each listed block."""
     groups = np.arange(len(listed))[:, None]
     while groups.shape[1] < size:
         windows, rest = divmod(len(listed), WINDOW)
@@ -120,19 +121,20 @@ def _grouped(listed: NDArray[np.bool_], size: int) -> NDArray[np.int64]:
     return groups
 
 
-def _pairs(windows: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _pairs(windows: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Partners inside each window of an even number of lists, (pairs, 2), ascending by the first.
 
     Args:
-        windows: (windows, lists of one, nk).
+        windows: (windows, lists of one, words).
     """
-    count, size, _ = windows.shape
-    # Products of 0 and 1 in float32: exact counts, as fast as NumPy can be. One more, so that
-    # lists with nothing in common still are partners, and 0 means taken.
-    weight = np.empty((count, size, size), np.float32)
-    for window, lists in zip(weight, windows, strict=True):
-        lists = lists.astype(np.float32)
-        np.matmul(lists, lists.T, out=window)
+    count, size, words = windows.shape
+    # Blocks in common. Popcounts are as fast as products of matrices by one thread, and do not
+    # suffer as BLAS does where its threads find the cores busy. One more, so that lists with
+    # nothing in common still are partners, and 0 means taken.
+    weight = np.zeros((count, size, size), np.int32)
+    for i in range(words):
+        of_lists = np.ascontiguousarray(windows[:, :, i])
+        weight += np.bitwise_count(of_lists[:, :, None] & of_lists[:, None])
     weight += 1
     place = np.arange(size)
     weight[:, place, place] = 0

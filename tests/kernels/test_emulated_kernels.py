@@ -1,0 +1,164 @@
+"""The kernels' own sources, run on the CPU by the emulator, against the float64 oracle.
+
+``EMULATOR_SEED`` repeats a failure, whose message has the seed; ``EMULATOR_KERNELS`` names a
+folder of kernels to run in place of the package's. What the emulator catches is shown in
+``tests/emulator/test_emulator.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessera_cupy import BlockMask
+from tessera_cupy.kernels.arch import ARCHS
+from tessera_cupy.kernels.catalog import KernelConfig, catalog
+from tessera_cupy.mapping import Mapping, why_not
+
+TESTS = Path(__file__).parents[1]
+
+
+def _module(path: Path) -> ModuleType:
+    """A module of another test folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"emulated_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+emulator = _module(TESTS / "emulator" / "emulator.py")
+attention = _module(TESTS / "attention" / "conftest.py")
+
+pytestmark = pytest.mark.skipif(
+    emulator.compiler() is None, reason="the emulator needs g++, which is not on the PATH"
+)
+
+
+def _entries() -> list[KernelConfig]:
+    """Each shape of attend_mma with and without token bits, and all of attend_wgmma."""
+    shapes: dict[Any, KernelConfig] = {}
+    for config in (c for arch in ARCHS for c in catalog(arch)):
+        if config.kernel == "attend_mma":
+            sizes = (config.head_dim, config.tile_q, config.tile_kv, config.stages)
+            # Dtypes take turns, so that both meet every head dim.
+            turn = (config.tile_q // 64 + config.tile_kv // 32 + config.stages + config.bits) % 2
+            if config.dtype == ("float16", "bfloat16")[turn]:
+                shapes.setdefault((*sizes, config.bits), config)
+    hopper = [config for config in catalog("sm_90a") if config.kernel == "attend_wgmma"]
+    return [*hopper, *shapes.values()]
+
+
+ENTRIES = _entries()
+HOPPER = [config for config in ENTRIES if config.kernel == "attend_wgmma"]
+
+#: Block size, mask shape and mappings; the shapes have tails on both sides.
+SITUATIONS = [
+    ((64, 64), (157, 397), ("retain-pack", "share-pack", "regroup-pack", "retain-merge")),
+    ((32, 24), (130, 230), ("merge-pack", "share-pack", "regroup-pack", "merge-merge")),
+    ((16, 16), (93, 203), ("share-pack", "regroup-pack", "merge-retain")),
+    ((192, 384), (230, 500), ("split-split", "split-pack")),
+    ((128, 64), (161, 250), ("retain-pack", "split-retain")),
+]
+ORGANIZATIONS = ("rows", "longest", "runs+alternate", "alternate")
+SCALES = (None, -0.2, None, 0.3)
+
+
+@pytest.fixture(scope="session")
+def built(kernel_cache: Path) -> Iterator[Path]:
+    """Where compiled entries are kept: compiled when first used, by one worker ahead of it."""
+    folder = kernel_cache.parent / "emulated-kernels"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        yield folder
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        ahead = [pool.submit(emulator.build, config, folder) for config in ENTRIES]
+        yield folder
+        for one in ahead:
+            one.cancel()
+
+
+@pytest.fixture
+def seed() -> int:
+    """Another one each time, except in CI, where a push fails because of its own change."""
+    given = os.environ.get("EMULATOR_SEED")
+    drawn = int(given) if given else 1 if os.environ.get("CI") else secrets.randbits(32)
+    print(f"EMULATOR_SEED={drawn}")
+    return drawn
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def check(built: Path, rng: Any, seed: int) -> Callable[..., None]:
+    """Draws inputs for a mask, runs a plan on them in the emulator and compares."""
+    runs = count(seed)
+
+    def run(
+        config: KernelConfig,
+        mask: BlockMask,
+        mapping: str,
+        organization: str = "rows",
+        *,
+        capacity: int = 3,
+        **arguments: Any,
+    ) -> None:
+        given = {"dim": config.head_dim, "dtype": config.dtype} | arguments
+        case = attention.draw(mask, rng=rng, **given)
+        regime = f"{config.kernel}/q{config.tile_q}k{config.tile_kv}/{mapping}/{organization}"
+        machine = emulator.Emulator(built, next(runs), capacity=capacity)
+        out, lse = machine.run(
+            mask,
+            *case.arrays,
+            regime=regime,
+            arch=config.arch,
+            layout=case.layout,
+            sm_scale=case.sm_scale,
+        )
+        label = f"{config.arch} {config.name} {regime} {given} {mask} seed {machine.seed}"
+        case.check_kernel(out, lse, label)
+
+    return run
+
+
+@pytest.mark.parametrize("config", ENTRIES, ids=lambda c: f"{c.arch}-{c.name}")
+def test_entry(config: KernelConfig, check: Any, rng: Any) -> None:
+    turn = ENTRIES.index(config)
+    for i, (block, shape, names) in enumerate(SITUATIONS):
+        mask = attention._random_mask(rng, block, shape, axes=(1, 2), density=0.5)
+        if config.bits:
+            tokens = mask.to_tokens() & (rng.random((1, 2, *shape)) < 0.7)
+            tokens[..., :64, :128] = True  # whole blocks have no bits
+            mask = BlockMask.from_tokens(tokens, block)
+        sides = (config.tile_q, config.tile_kv)
+        served = [n for n in names if why_not(Mapping.parse(n), mask, *sides) is None]
+        # attend_mma takes neighbouring rows only.
+        served = [n for n in served if config.kernel == "attend_wgmma" or "regroup" not in n]
+        if config.kernel == "attend_mma":
+            served = served[turn % len(served) :][:1] if served else []
+        for name in served:
+            check(
+                config,
+                mask,
+                name,
+                ORGANIZATIONS[(turn + i) % 4],
+                shared=2,
+                kv_heads=1,
+                layout=("BHSD", "BSHD")[(turn + i) % 2],
+                sm_scale=SCALES[(turn + i) % 4],
+            )
