@@ -19,6 +19,8 @@ MAX_HEAD_DIM = 256
 ENTRIES = {"attend_mma": "attend", "attend_wgmma": "attend", "merge_splits": "merge_splits"}
 #: Kernels that build tiles on the GPU; each bears its entry's name, and all are in ``tiles.cu``.
 TILE_KERNELS = ("tile_counts", "tile_scan", "tile_fragments")
+#: How ``mask_state`` may find a mask in GPU memory; the one feature of an entry.
+MASK_FORMATS = ("dense", "packed", "lists", "csr")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class KernelConfig:
     Attributes:
         arch: architecture name, such as ``"sm_90a"``.
         kernel: ``"attend_mma"``, ``"attend_wgmma"`` or ``"merge_splits"``, the source file's name,
-            or one of :data:`TILE_KERNELS`.
+            ``"mask_state"``, or one of :data:`TILE_KERNELS`.
         head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled. 0 for
             kernels that read no Q, K or V.
         dtype: ``"float16"`` or ``"bfloat16"``; empty for kernels that read no Q, K or V.
@@ -36,7 +38,8 @@ class KernelConfig:
         warps: warps of one CTA.
         stages: K and V stages in shared memory.
         min_ctas: CTAs that fit on one multiprocessor together; bounds the registers.
-        features: ``("bits",)`` when it reads token bits, else empty.
+        features: ``("bits",)`` when it reads token bits; for ``mask_state`` one of
+            :data:`MASK_FORMATS`; else empty.
         why: the reason for this shape.
     """
 
@@ -93,6 +96,8 @@ class KernelConfig:
         """Dynamic shared memory of one CTA, bytes."""
         if self.kernel in _TILE_SMEM:
             return _TILE_SMEM[self.kernel](self.warps)
+        if self.kernel == "mask_state":
+            return _mask_state_smem(self.warps, self.features[0])
         if not self.attends:
             return 0
         if self.kernel == "attend_wgmma":
@@ -134,6 +139,12 @@ def _wgmma_smem(head_dim: int, tile_q: int, tile_kv: int, stages: int) -> int:
     tiles = (tile_q + 2 * stages * tile_kv) * head_dim * 2
     barriers = (2 * (tile_q // 64) + 4 * stages) * 8
     return _align(tiles + barriers, 1024)
+
+
+def _mask_state_smem(warps: int, form: str) -> int:
+    """Size of ``MaskStateStorage`` in mask_state.cu; each specialisation asserts that it is."""
+    row = 1024 if form in ("lists", "csr") else 0
+    return (row + 32) * warps + 16
 
 
 def _align(size: int, to: int) -> int:
@@ -207,6 +218,13 @@ _TILE_WHY = {
     "tile_scan": "one CTA with all warps that it may have: the sums and the order of all tiles",
     "tile_fragments": "a warp a tile, few warps a CTA, as lists differ in length",
 }
+_MASK_STATE_WARPS = 16
+_MASK_STATE_WHY = {
+    "dense": "a warp a row, and as many warps as a multiprocessor has: the mask is read once",
+    "packed": "a warp a row; a word of the mask is a word of the bitmap, shifted",
+    "lists": "a warp a row, built in shared memory from columns in any order",
+    "csr": "as for padded lists; rows begin at offsets",
+}
 _MERGE_WARPS = 8
 _MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"
 
@@ -275,6 +293,22 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
         )
         for kernel in TILE_KERNELS
     ]
+    configs += [
+        KernelConfig(
+            target.name,
+            "mask_state",
+            head_dim=0,
+            dtype="",
+            tile_q=0,
+            tile_kv=0,
+            warps=_MASK_STATE_WARPS,
+            stages=1,
+            min_ctas=3 if target.name in _SMALL else 4,  # 48 or 64 warps
+            features=(form,),
+            why=_MASK_STATE_WHY[form],
+        )
+        for form in MASK_FORMATS
+    ]
     for dtype in DTYPES:
         configs.append(
             KernelConfig(
@@ -337,6 +371,16 @@ def tile_kernel(arch: str, kernel: str) -> KernelConfig:
     'tile_scan'
     """
     return next(config for config in catalog(arch) if config.kernel == kernel)
+
+
+def mask_state_for(arch: str, form: str) -> KernelConfig:
+    """The ``mask_state`` entry of one of :data:`MASK_FORMATS`.
+
+    >>> mask_state_for("sm_90", "csr").name
+    'mask_state_csr'
+    """
+    entries = (config for config in catalog(arch) if config.kernel == "mask_state")
+    return next(config for config in entries if config.features == (form,))
 
 
 def why_not(config: KernelConfig, smem_block: int) -> str | None:

@@ -29,6 +29,13 @@ def source(config: KernelConfig) -> str:
             return entry
         storage = f"TileScanStorage<{config.warps}>"
         return f"{entry}\n{_size_check(storage, config)}"
+    if config.kernel == "mask_state":
+        form = f"k{config.features[0].capitalize()}"
+        storage = f"MaskStateStorage<tessera::MaskFormat::{form}, {config.warps}>"
+        return (
+            f"{head}TESSERA_MASK_STATE({form}, {config.warps}, {config.min_ctas})\n\n"
+            f"{_size_check(storage, config)}"
+        )
     element = _TYPES[config.dtype]
     if config.kernel == "merge_splits":
         return f"{head}TESSERA_MERGE_SPLITS({element}, {config.warps})\n"

@@ -205,7 +205,7 @@ def test_source_instantiates_the_entry_and_checks_its_shared_memory() -> None:
 
 def test_source_differs_where_the_code_does() -> None:
     shapes = {
-        (c.kernel, c.dtype, c.head_dim, c.tile_q, c.tile_kv, c.bits, c.min_ctas, c.arch)
+        (c.kernel, c.dtype, c.head_dim, c.tile_q, c.tile_kv, c.features, c.min_ctas, c.arch)
         for c in EVERY
     }
     assert len({source(config) for config in EVERY}) == len(shapes)

@@ -1,0 +1,290 @@
+"""Structs and sizes of the kernels that build plans on the GPU; nothing here needs one.
+
+The structs mirror those of the sources in ``kernels_cu/``; they travel by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from tessera_cupy.errors import wrong
+from tessera_cupy.kernels.catalog import KernelConfig
+from tessera_cupy.kernels.launch import TASK
+from tessera_cupy.mapping.tiles import GROUP_ROWS, TileShape
+
+if TYPE_CHECKING:
+    from tessera_cupy.organization import DeviceModel
+
+_POINTER = np.uint64
+
+#: ``MaskStateParams`` of mask_state.cu.
+MASK_STATE_PARAMS = np.dtype(
+    [
+        *[(name, _POINTER) for name in ("values", "bounds")],
+        *[(name, np.int64) for name in ("stride", "width")],
+        *[(name, _POINTER) for name in ("bitmap", "row_count", "scalars", "partials")],
+        *[(name, np.int32) for name in ("rows", "nk")],
+    ],
+    align=True,
+)
+#: The scalars that ``mask_state`` writes, in order; the last is its own, and zero at first.
+MASK_SCALARS = ("nnz", "in_runs", "longest", "shortest", "errors", "zero5", "zero6", "ticket")
+#: What the bits of ``errors`` mean, the lowest first.
+MASK_ERRORS = ("column out of range", "column twice in a row", "capacity", "count out of range")
+#: Bytes of one CTA's part of ``mask_state``'s workspace.
+MASK_PARTIAL_BYTES = 32
+
+
+def mask_state_grid(config: KernelConfig, rows: int, sms: int) -> int:
+    """CTAs of a launch of ``mask_state``: a warp a row as far as all fit on the GPU together.
+
+    Args:
+        config: the entry.
+        rows: rows of all heads of the mask.
+        sms: multiprocessors of the GPU.
+
+    Returns:
+        At least 1, and at most the threads of a CTA, as the last one reads the sums of all, a
+        thread those of one.
+
+    Example:
+        >>> from tessera_cupy.kernels.catalog import mask_state_for
+        >>> mask_state_grid(mask_state_for("sm_90a", "dense"), 8 * 900, 132)
+        450
+    """
+    fitting = min(config.min_ctas * sms, 32 * config.warps)
+    return max(1, min(-(-rows // config.warps), fitting))
+
+
+_ARRAYS: dict[str, tuple[DTypeLike, int]] = {
+    "classes": (np.int32, 4),
+    "tile_frags": (np.int32, 1),
+    "tile_steps": (np.int32, 1),
+    "frag_offsets": (np.int64, 1),
+    "frags": (np.uint32, 2),
+    "tasks": (TASK, 1),
+    "turns": (np.int32, 2),
+    "pair_slots": (np.int32, 1),
+    "merge_head": (np.int32, 1),
+    "merge_tile": (np.int32, 1),
+    "merge_offsets": (np.int32, 1),
+    "counts": (np.int64, 1),
+}
+
+#: ``TilesParams`` of tiles.cu.
+TILES_PARAMS = np.dtype(
+    [
+        *[(name, _POINTER) for name in ("bitmap", *_ARRAYS)],
+        ("frag_capacity", np.int64),
+        *[(name, np.int32) for name in ("task_capacity", "merge_capacity")],
+        *[(name, np.int32) for name in ("tiles", "head_tiles", "nq", "nk", "words", "sq", "skv")],
+        *[(name, np.int32) for name in ("q_block", "kv_block", "joined", "parts", "tile_rows")],
+        *[(name, np.int32) for name in ("slot", "per_step", "share", "pairs", "q_heads")],
+        *[(name, np.int32) for name in ("mask_batch", "mask_heads", "group_pairs", "capacity")],
+    ],
+    align=True,
+)
+#: The counts that ``tile_scan`` writes, in order. ``fragments`` is what the lists need, also where
+#: the output has no room for it; ``errors`` is 4 then, and there are no tasks.
+TILE_COUNTS = ("fragments", "tasks", "merges", "slots", "errors", "zero5", "zero6", "zero7")
+
+_TILE_Q_SIDES = ("retain", "split", "merge", "share")
+#: Numbers of the params that are attributes of :class:`TileBuild`.
+_NUMBERS = (
+    *("frag_capacity", "task_capacity", "merge_capacity", "tiles", "head_tiles", "nq", "nk"),
+    *("sq", "skv", "joined", "parts", "pairs", "q_heads", "mask_batch", "mask_heads"),
+)
+_MAX_TILE_Q = 24 * GROUP_ROWS
+_MAX_CAPACITY = 4096
+_MAX_PAIRS = 1 << 29
+
+
+@dataclass(frozen=True)
+class TileBuild:
+    """Sizes of a build of tiles and tasks by ``tiles.cu``: of a geometry, whatever the mask holds.
+
+    Uniform blocks without token bits, KV side pack, longest first and split.
+
+    Attributes:
+        q_side: "retain", "split", "merge" or "share".
+        shape: the physical tile.
+        block_size: (bq, bkv), tokens of a block.
+        batch, q_heads, kv_heads, sq, skv: of the request.
+        mask_batch: 1, or ``batch``.
+        mask_heads: 1, or ``q_heads``.
+        kv_bytes_per_head: bytes of K and V of one KV head together.
+        device: the GPU to organize for.
+        frag_capacity: fragments that the output has room for; :attr:`most_fragments` always do.
+
+    Raises:
+        ValueError: a size that the kernels cannot serve.
+
+    Example:
+        >>> from tessera_cupy.organization import DeviceModel
+        >>> build = TileBuild(
+        ...     "retain",
+        ...     TileShape(64, 64, 64),
+        ...     (64, 64),
+        ...     batch=1,
+        ...     q_heads=8,
+        ...     kv_heads=8,
+        ...     sq=57600,
+        ...     skv=57600,
+        ...     mask_batch=1,
+        ...     mask_heads=8,
+        ...     kv_bytes_per_head=2 * 57600 * 128 * 2,
+        ...     device=DeviceModel(sms=132, ctas_per_sm=3, l2_bytes=32 << 20),
+        ...     frag_capacity=1 << 20,
+        ... )
+        >>> build.tiles, build.most_fragments, build.arrays()["frag_offsets"]
+        (7200, 6480000, ((7201,), dtype('int64')))
+    """
+
+    q_side: str
+    shape: TileShape
+    block_size: tuple[int, int]
+    batch: int
+    q_heads: int
+    kv_heads: int
+    sq: int
+    skv: int
+    mask_batch: int
+    mask_heads: int
+    kv_bytes_per_head: int
+    device: DeviceModel
+    frag_capacity: int
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernels' numbers cannot hold."""
+        for name, got, most, fix in (
+            ("shape.q", self.shape.q, _MAX_TILE_Q, "use a catalog's tile size"),
+            ("device.capacity", self.device.capacity, _MAX_CAPACITY, "describe a real GPU"),
+            ("tiles of all query heads", self.pairs, _MAX_PAIRS, "organize on the host"),
+        ):
+            if got > most:
+                raise ValueError(wrong(name, f"at most {most}", got, fix))
+        if self.q_side not in _TILE_Q_SIDES:
+            expected = "one of " + ", ".join(_TILE_Q_SIDES)
+            raise ValueError(wrong("q_side", expected, repr(self.q_side), "map on the host"))
+
+    @property
+    def nq(self) -> int:
+        """Query blocks of a head."""
+        return -(-self.sq // self.block_size[0])
+
+    @property
+    def nk(self) -> int:
+        """KV blocks of a head."""
+        return -(-self.skv // self.block_size[1])
+
+    @property
+    def joined(self) -> int:
+        """Query blocks of a tile; 1 where a tile has one, or a part of one."""
+        return self.shape.q // self.block_size[0] if self.q_side in ("merge", "share") else 1
+
+    @property
+    def parts(self) -> int:
+        """Tiles of a query block; 1 where a tile has one or several."""
+        return -(-self.block_size[0] // self.shape.q) if self.joined == 1 else 1
+
+    @property
+    def head_tiles(self) -> int:
+        """Tiles of a mask head."""
+        if self.joined > 1:
+            return -(-self.nq // self.joined)
+        last = self.sq - (self.nq - 1) * self.block_size[0]
+        return (self.nq - 1) * self.parts - (-last // self.shape.q)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all mask heads."""
+        return self.mask_batch * self.mask_heads * self.head_tiles
+
+    @property
+    def pairs(self) -> int:
+        """Tiles of all query heads."""
+        return self.batch * self.q_heads * self.head_tiles
+
+    @property
+    def most_fragments(self) -> int:
+        """Fragments of the fullest mask there is, and the padding of the worst."""
+        last = self.skv - (self.nk - 1) * self.block_size[1]
+        of_block, of_last = (-(-width // self.shape.slot) for width in (self.block_size[1], last))
+        padding = 3 * (self.shape.fragments - 1) if self.q_side == "share" else 0
+        return self.tiles * ((self.nk - 1) * of_block + of_last + padding)
+
+    @property
+    def task_capacity(self) -> int:
+        """Tasks at most.
+
+        Cutting long tiles adds 4 tasks for each CTA that runs at a time, the last round 3.
+        """
+        return self.pairs + 7 * self.device.capacity
+
+    @property
+    def merge_capacity(self) -> int:
+        """Tiles at most that are cut in parts.
+
+        Long ones are over 1.5 parts of which a CTA finds 4, and the last round has fewer than CTAs.
+        """
+        return min(self.pairs, 4 * self.device.capacity)
+
+    @property
+    def slot_capacity(self) -> int:
+        """Workspace slots at most: the tasks that cutting adds, and the first part of each tile."""
+        return 7 * self.device.capacity + self.merge_capacity
+
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of each array that the kernels write, by its name in the params.
+
+        ``classes``, ``turns`` and ``pair_slots`` are scratch. None needs to be filled before.
+        """
+        lengths = {
+            "frag_offsets": self.tiles + 1,
+            "frags": self.frag_capacity,
+            **dict.fromkeys(("tasks", "turns"), self.task_capacity),
+            "pair_slots": self.pairs,
+            **dict.fromkeys(("merge_head", "merge_tile"), self.merge_capacity),
+            "merge_offsets": self.merge_capacity + 1,
+            "counts": len(TILE_COUNTS),
+        }
+        made: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        for name, (dtype, width) in _ARRAYS.items():
+            length = lengths.get(name, self.tiles)
+            made[name] = ((length, width) if width > 1 else (length,), np.dtype(dtype))
+        return made
+
+    def grid(self, config: KernelConfig) -> int:
+        """CTAs of a launch of one of the tile kernels."""
+        return 1 if config.kernel == "tile_scan" else max(1, -(-self.tiles // config.warps))
+
+    def params(self, pointers: Mapping[str, int]) -> NDArray[Any]:
+        """One struct of :data:`TILES_PARAMS`, ready to pass by value to each of the kernels.
+
+        Args:
+            pointers: addresses of ``bitmap`` and of :meth:`arrays`, multiples of 16.
+        """
+        heads_in_l2 = max(1, self.device.l2_bytes // max(1, self.kv_bytes_per_head))
+        group = heads_in_l2 * (self.q_heads // self.kv_heads) * self.head_tiles
+        values = {
+            **{name: pointers[name] for name in ("bitmap", *_ARRAYS)},
+            **{name: getattr(self, name) for name in _NUMBERS},
+            "words": -(-self.nk // 32),
+            "q_block": self.block_size[0],
+            "kv_block": self.block_size[1],
+            "tile_rows": self.shape.q,
+            "slot": self.shape.slot,
+            "per_step": self.shape.fragments,
+            "share": self.q_side == "share",
+            "group_pairs": max(1, min(group, self.pairs)),
+            "capacity": self.device.capacity,
+        }
+        params = np.zeros(1, TILES_PARAMS)
+        for name in TILES_PARAMS.names or ():
+            params[name] = values[name]
+        return params.view(f"V{TILES_PARAMS.itemsize}")
