@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from numpy.typing import NDArray
+
 from tessera_cupy.interop import GPU_DTYPES
+from tessera_cupy.kernels.launch import TASK
 from tessera_cupy.mapping import issued_pairs, useful_fraction
 from tessera_cupy.regimes.naming import bucketed_axes
 
 if TYPE_CHECKING:
+    from tessera_cupy.kernels.catalog import KernelConfig
     from tessera_cupy.plan import Plan
 
+_FRAGMENT_BYTES = 8  # as kernels.launch packs one
 _Q_SIDE = {
     "retain": "a tile is a query block",
     "merge": "a tile joins neighbouring query blocks; membership masks what is off",
@@ -35,10 +40,13 @@ _ORGANIZATION = {
 def summary(plan: Plan) -> dict[str, Any]:
     """The facts of a plan, ready for JSON; maps and organizes if that was not done yet.
 
-    Bytes are those of one run: K and V rows loaded from L2 or memory over all tasks, q read and
-    o written once, and the plan's own arrays. Times are not predicted.
+    Issued work and the useful fraction are those of the plan's kernel: a warp or a warpgroup
+    skips the steps in which none of its rows takes part. Bytes are those of one run: K and V rows
+    loaded from L2 or memory over all tasks, q read and o written once, and the plan's own arrays
+    in GPU memory. Times are not predicted.
     """
     request, tiles, tasks = plan.request, plan.tiles(), plan.tasks()
+    part = _rows_together(plan.config)
     per_mask_head = request.batch * request.q_heads / max(1, plan.mask.batch * plan.mask.heads)
     itemsize = 4 if request.dtype == "float32" else 2
     row_bytes = request.head_dim * itemsize
@@ -79,18 +87,36 @@ def summary(plan: Plan) -> dict[str, Any]:
         "steps": int(tiles.steps.sum(dtype="int64")),
         "fragments": len(tiles.frag_start),
         "fragment_columns": tiles.shape.slot,
-        "useful_fraction": useful_fraction(tiles, plan.mask),
+        "useful_fraction": useful_fraction(tiles, plan.mask, part),
         "tasks": len(tasks),
         "split_tiles": len(tasks.merge_tile),
         "flops": 4 * request.head_dim * pairs,
-        "issued_flops": 4 * request.head_dim * issued_pairs(tiles) * per_mask_head,
+        "issued_flops": 4 * request.head_dim * issued_pairs(tiles, part) * per_mask_head,
         "bytes": {
             "kv_loaded": int(2 * loaded_rows * row_bytes * per_mask_head),
             "q_and_o": 2 * request.batch * request.q_heads * request.sq * row_bytes,
-            "plan": sum(a.nbytes for a in (tiles.frag_start, tiles.frag_members, tiles.bits)),
+            "plan": _plan_bytes(plan),
             "workspace": 4 * tasks.slots * plan.config.tile_q * (plan.config.head_dim + 2),
         },
     }
+
+
+def _rows_together(config: KernelConfig) -> int:
+    """Rows of a tile that the kernel multiplies together: a warpgroup's or a warp's."""
+    return 64 if config.kernel == "attend_wgmma" else config.tile_q // config.warps
+
+
+def _plan_bytes(plan: Plan) -> int:
+    """Bytes of the arrays that ``kernels.launch.upload`` copies to the GPU."""
+    tiles, tasks = plan.tiles(), plan.tasks()
+    arrays: list[NDArray[Any]] = [tiles.tile_q]
+    arrays += [tasks.merge_head, tasks.merge_tile, tasks.merge_offsets]
+    if tiles.tile_units is not None:
+        arrays.append(tiles.tile_units)
+    if plan.config.bits:
+        arrays += [tiles.frag_bits, tiles.bits]
+    packed = len(tasks) * TASK.itemsize + len(tiles.frag_start) * _FRAGMENT_BYTES
+    return packed + sum(array.nbytes for array in arrays)
 
 
 def explain(plan: Plan) -> str:

@@ -82,3 +82,63 @@ def test_brief_is_three_lines() -> None:
     assert line(text, "tiles") == line(made.explain(), "tiles")
     assert f"{len(made.tiles())} of {made.spec.tile_q} rows" in text
     assert f"useful fraction {made.summary()['useful_fraction']:.2f}" in text
+
+
+ROWS = [
+    [1, 0, 1, 1, 0, 0, 1, 0],
+    [0, 0, 1, 0, 1, 0, 0, 1],
+    [1, 0, 1, 1, 0, 0, 1, 1],
+    [0, 1, 1, 0, 1, 0, 0, 1],
+]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "fragments", "halves"),
+    [
+        # Tiles of rows 0 and 1, and 2 and 3. Their unions have 6 and 7 blocks, in steps of three:
+        # 0 2 3, 4 6 7 and 0 1 2, 3 4 6, 7. Each half has a row in every step.
+        ("merge", 6 + 7, 2 * 2 + 3 * 2),
+        # 2 alone is for both rows, and 4 and 7 of row 1 fill its step; 0 3 6 are row 0's. Then
+        # 2 and 7 for both, 0 3 6 for row 2, and 1 4 for row 3.
+        ("share", 6 + 7, 3 + 4),
+        # Rows 0 and 2 have 0 2 3 and 6 in common and 7 of row 2 in the second step; rows 1 and 3
+        # 2 4 7, and row 3 alone has 1.
+        ("regroup", 5 + 4, 4 + 3),
+    ],
+)
+def test_work_and_loads_by_hand_where_halves_skip_steps(
+    mapping: str, fragments: int, halves: int
+) -> None:
+    mask = BlockMask.from_dense(ROWS, (64, 64))
+    made = make_plan(
+        mask,
+        ArraySpec((1, 4, 256, 128), "bfloat16"),
+        ArraySpec((1, 2, 512, 128), "bfloat16"),
+        regime=f"attend_wgmma/q128k192/{mapping}-pack/rows",
+        arch="sm_90a",
+    )
+    s = made.summary()
+    issued = halves * 64 * 192
+    assert s["useful_fraction"] == 16 * 64 * 64 / issued
+    assert s["issued_flops"] == 4 * 128 * issued * 4
+    assert s["flops"] == 4 * 128 * 16 * 64 * 64 * 4
+    assert s["bytes"]["kv_loaded"] == 4 * fragments * 64 * 2 * (128 * 2)
+    assert f"useful fraction {16 * 64 * 64 / issued:.2f}" in made.explain()
+
+
+@pytest.mark.parametrize(("tile", "part", "parts"), [("q64k64", 16, 6), ("q128k64", 32, 4)])
+def test_work_by_hand_where_warps_skip_steps(tile: str, part: int, parts: int) -> None:
+    # Steps hold 0 1 2 3 and 4 6 7; row 1 has nothing in the second and row 2 in the first.
+    rows = np.array(ROWS)
+    rows[1], rows[2] = [0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1]
+    mask = BlockMask.from_dense(rows, (16, 16))
+    made = make_plan(
+        mask,
+        ArraySpec((1, 1, 64, 64), "float16"),
+        ArraySpec((1, 1, 128, 64), "float16"),
+        regime=f"attend_mma/{tile}/merge-pack/rows",
+        arch="sm_80",
+    )
+    s = made.summary()
+    assert s["useful_fraction"] == 10 * 16 * 16 / (parts * part * 64)
+    assert s["bytes"]["kv_loaded"] == 7 * 16 * 2 * (64 * 2)
