@@ -12,6 +12,7 @@ import ctypes
 import math
 import mmap
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -42,6 +43,7 @@ _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-U_F
 _FLAGS += ("-w",)  # of the kernels, NVRTC is the judge
 _MAP_MARK = 0x7465737365726121
 _PAGE = mmap.PAGESIZE
+_PROT_NONE = 0
 
 
 class EmulationError(AssertionError):
@@ -63,43 +65,81 @@ def build(config: KernelConfig, folder: Path, kernels: Path | None = None) -> Pa
 
     Returns:
         The shared library.
+
+    Raises:
+        RuntimeError: the sources do not compile; the message has the compiler's.
     """
     kernels = kernels or Path(os.environ.get(KERNELS_VARIABLE) or kernels_dir())
-    target = folder / f"{config.arch}-{config.name}"
-    library = target / "kernel.so"
+    return build_source(
+        source(config), config.entry, folder / f"{config.arch}-{config.name}", kernels
+    )
+
+
+def build_source(text: str, entry: str, folder: Path, kernels: Path) -> Path:
+    """Compile CUDA source whose kernel is called ``entry``, in a folder of its own."""
+    library = folder / "kernel.so"
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
+    with FileLock(folder / "lock"):
         if library.exists():
             return library
         # Quoted includes look beside the including file first, so the stand-ins go there.
-        shutil.copytree(kernels, target, dirs_exist_ok=True)
-        shutil.copytree(HERE / "common", target / "common", dirs_exist_ok=True)
-        (target / "entry.cu").write_text(source(config))
-        partial = target / "kernel.partial"
-        command = [compiler() or "g++", *_FLAGS, f"-I{target}", f"-I{HERE}"]
-        command += [f'-DKERNEL="{target}/entry.cu"', f"-DENTRY={config.entry}"]
+        shutil.copytree(kernels, folder, dirs_exist_ok=True)
+        shutil.copytree(HERE / "common", folder / "common", dirs_exist_ok=True)
+        (folder / "entry.cu").write_text(text)
+        partial = folder / "kernel.partial"
+        command = [compiler() or "g++", *_FLAGS, f"-I{folder}", f"-I{HERE}"]
+        command += [f'-DKERNEL="{folder}/entry.cu"', f"-DENTRY={entry}"]
         command += [str(HERE / "driver.cpp"), "-o", str(partial)]
         made = subprocess.run(command, capture_output=True, text=True)
         if made.returncode:
-            raise RuntimeError(f"{config.name} for the emulator: {made.stderr[:4000]}")
+            raise RuntimeError(f"{folder.name} for the emulator: {made.stderr[:4000]}")
         partial.rename(library)
     return library
+
+
+def call(
+    library: Path, params: NDArray[Any], grid: tuple[int, ...], threads: int, shared: int, seed: int
+) -> str | None:
+    """Run a compiled kernel.
+
+    Args:
+        library: from :func:`build`.
+        params: the kernel's one parameter, by value.
+        grid: CTAs along x, and y.
+        threads: threads of a CTA.
+        shared: bytes of dynamic shared memory.
+        seed: decides the order of what the hardware leaves open.
+
+    Returns:
+        None, or what the kernel did wrong.
+    """
+    emulate = ctypes.CDLL(str(library)).emulate
+    emulate.restype = ctypes.c_char_p
+    error = emulate(
+        ctypes.c_void_p(params.ctypes.data),
+        *(ctypes.c_uint(n) for n in (*grid, 1)[:2]),
+        ctypes.c_uint(threads),
+        ctypes.c_uint(shared),
+        ctypes.c_ulong(seed),
+    )
+    return error.decode() if error else None
 
 
 class Array:
     """Memory of the emulated GPU: bytes that end, or begin, at a page that nothing may touch."""
 
-    def __init__(self, nbytes: int, *, at_end: bool) -> None:
+    def __init__(self, name: str, nbytes: int, *, at_end: bool) -> None:
+        self.name = name
         self.nbytes = nbytes
-        self._size = -(-nbytes // _PAGE) * _PAGE
-        self._map = mmap.mmap(-1, self._size + 2 * _PAGE)
+        self._room = -(-nbytes // _PAGE) * _PAGE
+        self._map = mmap.mmap(-1, self._room + 2 * _PAGE)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._start = _PAGE + (self._size - nbytes if at_end else 0)
+        self._start = _PAGE + (self._room - nbytes if at_end else 0)
         self.data = SimpleNamespace(ptr=self._base + self._start)
         self._all = np.frombuffer(self._map, np.uint8)
-        self._all[:] = 0xFF
-        self._protect(self._base, _PAGE, mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0)
-        self._protect(self._base + _PAGE + self._size, _PAGE, 0)
+        self._all[:] = 0xFF  # NaN, and beside the array a mark
+        self._protect(0, _PAGE, _PROT_NONE)
+        self._protect(_PAGE + self._room, _PAGE, _PROT_NONE)
 
     @property
     def bytes(self) -> NDArray[np.uint8]:
@@ -107,20 +147,28 @@ class Array:
 
     def seal(self) -> None:
         """Make it read-only."""
-        self._protect(self._base + _PAGE, self._size, mmap.PROT_READ)
+        self._protect(_PAGE, self._room, mmap.PROT_READ)
 
-    def check(self) -> None:
-        """Raise when something was written beside it."""
-        room = self._all[_PAGE : _PAGE + self._size]
-        used = self._start - _PAGE
-        beside = np.concatenate([room[:used], room[used + self.nbytes :]])
-        if (beside != 0xFF).any():
-            raise EmulationError(f"something was written beside an array of {self.nbytes} bytes")
+    def clean(self) -> bool:
+        """Whether nothing was written beside it."""
+        end = self._start + self.nbytes
+        beside = (self._all[_PAGE : self._start], self._all[end : _PAGE + self._room])
+        return all((part == 0xFF).all() for part in beside)
 
-    @staticmethod
-    def _protect(address: int, size: int, access: int) -> None:
+    def locate(self, address: int) -> str | None:
+        """What an address in its pages is to the array."""
+        at = address - self.data.ptr
+        if not 0 <= address - self._base < self._room + 2 * _PAGE:
+            return None
+        if 0 <= at < self.nbytes:
+            return f"a write to byte {at} of {self.name}, which is an input"
+        where = f"{-at} bytes before" if at < 0 else f"{at - self.nbytes} bytes past the end of"
+        return f"{where} {self.name}"
+
+    def _protect(self, start: int, size: int, access: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        if size and libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), access):
+        place = ctypes.c_void_p(self._base + start)
+        if size and libc.mprotect(place, ctypes.c_size_t(size), access):
             raise OSError(ctypes.get_errno(), "mprotect")
 
 
@@ -133,12 +181,14 @@ class Emulator:
         seed: decides the order of what the hardware leaves open, and where arrays end.
         kernels: as in :func:`build`.
         capacity: CTAs at a time, for kernels that take several tasks each.
+        launched: names of the kernels that ran.
     """
 
     folder: Path
     seed: int
     kernels: Path | None = None
     capacity: int = 3
+    launched: list[str] = field(default_factory=list)
     _arrays: list[Array] = field(default_factory=list)
 
     def run(
@@ -161,11 +211,16 @@ class Emulator:
         specs = [ArraySpec(x.shape, str(x.dtype)) for x in (q, k, v)]
         plan = make_plan(mask, *specs, layout=layout, regime=regime, arch=arch)
         r = plan.request
+        q, k, v = (np.ascontiguousarray(x) for x in (q, k, v))
+        self._arrays.clear()
         with self._in_place_of_the_gpu():
-            q_, k_, v_ = (self._input(x) for x in (q, k, v))
-            out = self._array(q.nbytes)
-            lse = self._array(4 * r.batch * r.q_heads * r.sq)
+            q_, k_, v_ = (self._input(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+            out = self._array("o", q.nbytes)
+            lse = self._array("lse", 4 * r.batch * r.q_heads * r.sq)
             uploaded = launch.upload(plan.tiles(), plan.tasks(), bits=plan.config.bits)
+            for name, value in vars(uploaded).items():
+                if isinstance(value, Array):
+                    value.name = name
 
             def tensor(array: Array, x: NDArray[Any]) -> launch.Tensor:
                 batch, *middle, _ = (s // x.itemsize for s in x.strides)
@@ -190,19 +245,19 @@ class Emulator:
                     device=0,
                 ),
             )
-            for array in self._arrays:
-                array.check()
-            self._arrays.clear()
+            beside = [array.name for array in self._arrays if not array.clean()]
+            if beside:
+                raise EmulationError(f"seed {self.seed}: written beside {', '.join(beside)}")
         made = out.bytes.view(q.dtype).reshape(q.shape).copy()
         return made, lse.bytes.view(np.float32).reshape(r.batch, r.q_heads, r.sq).copy()
 
-    def _array(self, nbytes: int) -> Array:
-        array = Array(nbytes, at_end=bool((self.seed + len(self._arrays)) % 2))
+    def _array(self, name: str, nbytes: int) -> Array:
+        array = Array(name, nbytes, at_end=bool((self.seed + len(self._arrays)) % 2))
         self._arrays.append(array)
         return array
 
-    def _input(self, x: NDArray[Any]) -> Array:
-        array = self._array(x.nbytes)
+    def _input(self, x: NDArray[Any], name: str = "an input") -> Array:
+        array = self._array(name, x.nbytes)
         array.bytes[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         array.seal()
         return array
@@ -210,11 +265,13 @@ class Emulator:
     @contextmanager
     def _in_place_of_the_gpu(self) -> Iterator[None]:
         def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-            return self._array(math.prod(shape) * np.dtype(dtype).itemsize)
+            return self._array("the workspace", math.prod(shape) * np.dtype(dtype).itemsize)
 
         stream = SimpleNamespace(ptr=0, is_capturing=lambda: False, synchronize=lambda: None)
         cupy = SimpleNamespace(
-            asarray=self._input, empty=empty, cuda=SimpleNamespace(get_current_stream=lambda: stream)
+            asarray=self._input,
+            empty=empty,
+            cuda=SimpleNamespace(get_current_stream=lambda: stream),
         )
         with (
             mock.patch.dict(sys.modules, {"cupy": cupy}),
@@ -224,34 +281,36 @@ class Emulator:
             yield
 
     def _function(self, config: KernelConfig) -> Callable[..., None]:
-        emulate = ctypes.CDLL(str(build(config, self.folder, self.kernels))).emulate
-        emulate.restype = ctypes.c_char_p
+        library = build(config, self.folder, self.kernels)
 
-        def call(
+        def function(
             grid: tuple[int, ...], block: tuple[int], arguments: Any, *, shared_mem: int = 0
         ) -> None:
-            error = emulate(
-                ctypes.c_void_p(arguments[0].ctypes.data),
-                *(ctypes.c_uint(n) for n in (*grid, 1)[:2]),
-                ctypes.c_uint(block[0]),
-                ctypes.c_uint(shared_mem),
-                ctypes.c_ulong(self.seed),
-            )
+            self.launched.append(config.name)
+            error = call(library, arguments[0], grid, block[0], shared_mem, self.seed)
             if error:
-                raise EmulationError(f"{config.name}, seed {self.seed}: {error.decode()}")
+                found = re.search(r"address (0x[0-9a-f]+)", error)
+                places = [a.locate(int(found[1], 16)) for a in self._arrays] if found else []
+                where = "".join(f": {place}" for place in places if place)
+                raise EmulationError(f"{config.name}, seed {self.seed}: {error}{where}")
 
-        return call
+        return function
 
 
 def encode(
     pointer: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
     """A tensor map for the emulated copy engine (``MapContents``), with the driver's rules."""
-    assert pointer % 16 == 0, f"address {pointer:#x}"
-    assert all(2 * stride % 16 == 0 for stride in strides), f"strides {strides}"
-    assert all(0 < size for size in sizes) and all(0 < n <= 256 for n in box), f"{sizes}, {box}"
-    assert 2 * box[0] <= 128, "the innermost side of a box is at most the swizzle's 128 bytes"
-    assert len(sizes) == len(strides) + 1 == len(box)
+    rules = {
+        "an address and strides in whole 16 bytes": not (pointer | 2 * math.gcd(*strides)) % 16,
+        "sides of 1 to 256 elements": all(1 <= n <= 256 for n in box),
+        "an innermost side of at most the swizzle's 128 bytes": 2 * box[0] <= 128,
+        "no empty axis": min(sizes) > 0,
+        "as many strides as outer axes": len(sizes) == len(box) == len(strides) + 1,
+    }
+    broken = [rule for rule, kept in rules.items() if not kept]
+    if broken:
+        raise EmulationError(f"{broken}: address {pointer:#x}, {sizes}, {strides}, {box}")
 
     def padded(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:
         return (*numbers, *[0] * (count - len(numbers)))

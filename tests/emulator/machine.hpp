@@ -68,8 +68,14 @@ struct Machine {
   void (*body)(const void*) = nullptr;
   const void* params = nullptr;
   char error[8192];
+  size_t error_length = 0;
 };
 inline Machine machine;
+
+// What the stand-ins of PTX keep is cleared before a CTA, checked after it, and told in a deadlock.
+inline std::vector<void (*)()> at_start;
+inline std::vector<void (*)()> at_end;
+inline std::vector<void (*)()> at_deadlock;
 
 inline unsigned random_number() {  // xorshift64*
   std::uint64_t& x = machine.random_state;
@@ -85,14 +91,30 @@ inline int warp() { return number() / 32; }
 
 [[noreturn]] inline void leave() { _longjmp(machine.host.at, 1); }
 
-// Ends the launch with a message that says where.
+// Adds to the message of a launch that failed.
+__attribute__((format(printf, 1, 0))) inline void say_list(const char* format, va_list values) {
+  const size_t room = sizeof machine.error - machine.error_length;
+  const int added = vsnprintf(machine.error + machine.error_length, room, format, values);
+  machine.error_length += std::min<size_t>(added, room - 1);
+}
+__attribute__((format(printf, 1, 2))) inline void say(const char* format, ...) {
+  va_list values;
+  va_start(values, format);
+  say_list(format, values);
+  va_end(values);
+}
+
+inline void say_where() {
+  say("block (%u, %u) thread %d: ", machine.block.x, machine.block.y, number());
+}
+
+// Ends the launch with a message.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
-  const int at = snprintf(machine.error, sizeof machine.error, "block (%u, %u) thread %d: ",
-                          machine.block.x, machine.block.y, number());
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(machine.error + at, sizeof machine.error - at, format, arguments);
-  va_end(arguments);
+  say_where();
+  va_list values;
+  va_start(values, format);
+  say_list(format, values);
+  va_end(values);
   leave();
 }
 
@@ -104,30 +126,27 @@ inline bool land_something() {
   return false;
 }
 
-// All threads wait: says for what, one line for lanes of a warp that wait for the same.
+// Says what each thread waits for, lanes of a warp that wait for the same on one line.
 [[noreturn]] inline void deadlock() {
-  char* out = machine.error;
-  char* const end = machine.error + sizeof machine.error;
-  auto put = [&](const char* format, auto... values) {
-    if (out < end) out += snprintf(out, end - out, format, values...);
-  };
-  put("deadlock in block (%u, %u): every thread waits", machine.block.x, machine.block.y);
+  say("deadlock in block (%u, %u): every thread waits", machine.block.x, machine.block.y);
   for (int first = 0; first < machine.threads;) {
     const Fiber& fiber = machine.fibers[first];
-    int last = first;
-    auto alike = [&](const Fiber& other) {
-      return other.done == fiber.done && (fiber.done || other.waits_for == fiber.waits_for) &&
-             (fiber.done || !memcmp(other.detail, fiber.detail, sizeof fiber.detail));
+    auto alike = [&fiber](const Fiber& other) {
+      if (fiber.done || other.done) return fiber.done && other.done;
+      return other.waits_for == fiber.waits_for &&
+             !memcmp(other.detail, fiber.detail, sizeof fiber.detail);
     };
+    int last = first;
     while ((last + 1) % 32 && last + 1 < machine.threads && alike(machine.fibers[last + 1])) ++last;
-    put("\n  warp %d lanes %d to %d: ", first / 32, first % 32, last % 32);
+    say("\n  warp %d lanes %d to %d: ", first / 32, first % 32, last % 32);
     if (fiber.done) {
-      put("ended");
+      say("ended");
     } else {
-      put(fiber.reason, fiber.detail[0], fiber.detail[1]);
+      say(fiber.reason, fiber.detail[0], fiber.detail[1]);
     }
     first = last + 1;
   }
+  for (auto report : at_deadlock) report();
   leave();
 }
 
@@ -209,22 +228,26 @@ struct Meeting {
   int arrived = 0;
   unsigned round = 0;
   const char* what = nullptr;
-  const void* given[128];  // by position; valid until the round ends
+  const void* given[32];  // by lane
 };
+inline Meeting whole_warps[kMaxWarps];
+inline std::map<std::uint64_t, Meeting> some_lanes;  // by warp and mask
 
-// `position` of `count` threads bring `mine` to a meeting; the last one calls work(given).
+// Lanes of a mask bring `mine`; the last one calls work(given).
 template <typename Work>
-inline void meet(Meeting& meeting, int first_thread, int span, int position, int count,
-                 const char* what, const void* mine, Work work) {
+inline void meet_lanes(std::uint32_t mask, const char* what, const void* mine, Work work) {
+  if (!(mask >> lane() & 1)) fail("%s: the mask %#x lacks the lane itself", what, mask);
+  Meeting& meeting = mask == ~0u ? whole_warps[warp()]
+                                 : some_lanes[std::uint64_t(warp()) << 32 | mask];
   if (meeting.arrived && meeting.what != what)
     fail("%s, while others of the same threads are at %s", what, meeting.what);
   meeting.what = what;
-  meeting.given[position] = mine;
-  if (++meeting.arrived == count) {
+  meeting.given[lane()] = mine;
+  if (++meeting.arrived == __builtin_popcount(mask)) {
     work(meeting.given);
     meeting.arrived = 0;
     ++meeting.round;
-    wake_range(&meeting, first_thread, span);
+    wake_range(&meeting, warp() * 32, 32);
     maybe_switch();
     return;
   }
@@ -232,33 +255,7 @@ inline void meet(Meeting& meeting, int first_thread, int span, int position, int
   while (meeting.round == round) wait_for(&meeting, what, 0);
 }
 
-struct Meetings {
-  std::map<std::uint64_t, Meeting> of_lanes;  // by warp and mask
-  Meeting of_warps[kMaxWarps];                // all lanes
-  Meeting of_groups[kMaxThreads / 128];
-  void clear() {
-    of_lanes.clear();
-    for (Meeting& m : of_warps) m = {};
-    for (Meeting& m : of_groups) m = {};
-  }
-};
-inline Meetings meetings;
-
-template <typename Work>
-inline void meet_lanes(std::uint32_t mask, const char* what, const void* mine, Work work) {
-  if (!(mask >> lane() & 1)) fail("%s: the mask %#x lacks the lane itself", what, mask);
-  Meeting& meeting = mask == ~0u ? meetings.of_warps[warp()]
-                                 : meetings.of_lanes[std::uint64_t(warp()) << 32 | mask];
-  meet(meeting, warp() * 32, 32, lane(), __builtin_popcount(mask), what, mine, work);
-}
-
-template <typename Work>
-inline void meet_warpgroup(const char* what, const void* mine, Work work) {
-  const int group = number() / 128;
-  meet(meetings.of_groups[group], group * 128, 128, number() % 128, 128, what, mine, work);
-}
-
-// Barriers of bar.sync and bar.arrive. Threads of a launch that have ended do not count.
+// Barriers of bar.sync and bar.arrive, which count threads, also such as have ended and never come.
 struct NamedBarrier {
   int arrived = 0;
   int expected = 0;
@@ -301,11 +298,9 @@ inline std::uint8_t* shared_at(unsigned address, unsigned bytes, unsigned alignm
 }
 
 inline void on_fault(int, siginfo_t* info, void*) {
-  const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
-  snprintf(machine.error, sizeof machine.error,
-           "block (%u, %u) thread %d: access to address %#zx, which no array has, or a write to an input",
-           machine.block.x, machine.block.y, machine.current ? number() : -1, address);
-  _longjmp(machine.host.at, 1);
+  say_where();
+  say("access to address %p", info->si_addr);
+  leave();
 }
 
 // Takes faults while a launch runs.
@@ -333,10 +328,6 @@ class FaultGuard {
   stack_t old_stack_{};
   struct sigaction old_segv_, old_bus_;
 };
-
-// What the shims of PTX keep between CTAs is cleared by these.
-inline std::vector<void (*)()> at_start;
-inline std::vector<void (*)()> at_end;
 
 inline void start_fibers() {
   if (!machine.stacks) {
@@ -369,7 +360,8 @@ inline void start_fibers() {
 inline void run_block() {
   memset(machine.shared, 0xff, kMaxShared);
   for (NamedBarrier& barrier : named_barriers) barrier = {};
-  meetings.clear();
+  for (Meeting& meeting : whole_warps) meeting = {};
+  some_lanes.clear();
   for (auto clear : at_start) clear();
   start_fibers();
   machine.landing = static_cast<decltype(machine.landing)>(random_number() % 3);
@@ -384,7 +376,7 @@ inline void run_block() {
     first->started = true;
     setcontext(&first->first);
   }
-  if (machine.error[0]) return;
+  if (machine.error_length) return;
   machine.current = &machine.host;
   if (!_setjmp(machine.host.at)) {
     for (unsigned i = machine.shared_bytes; i < kMaxShared; ++i)
@@ -397,6 +389,7 @@ inline void run_block() {
 inline const char* launch(void (*body)(const void*), const void* params, Dim3 grid, unsigned threads,
                           unsigned shared_bytes, std::uint8_t* shared, std::uint64_t seed) {
   machine.error[0] = 0;
+  machine.error_length = 0;
   machine.body = body;
   machine.params = params;
   machine.grid = grid;
@@ -412,7 +405,7 @@ inline const char* launch(void (*body)(const void*), const void* params, Dim3 gr
     for (unsigned x = 0; x < grid.x; ++x) {
       machine.block = {x, y, 0};
       run_block();
-      if (machine.error[0]) return machine.error;
+      if (machine.error_length) return machine.error;
     }
   }
   return nullptr;

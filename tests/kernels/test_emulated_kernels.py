@@ -47,22 +47,35 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+#: Shapes of attend_mma that run with token bits too: one a way to read and mask columns.
+BITS = [(64, 64, 64, 1), (64, 128, 128, 1), (128, 128, 64, 2), (256, 64, 32, 1)]
+
+
 def _entries() -> list[KernelConfig]:
-    """Each shape of attend_mma with and without token bits, and all of attend_wgmma."""
+    """All of attend_wgmma; of attend_mma each shape that some architecture has, in one dtype."""
     shapes: dict[Any, KernelConfig] = {}
     for config in (c for arch in ARCHS for c in catalog(arch)):
-        if config.kernel == "attend_mma":
-            sizes = (config.head_dim, config.tile_q, config.tile_kv, config.stages)
+        sizes = (config.head_dim, config.tile_q, config.tile_kv, config.stages)
+        if config.kernel == "attend_mma" and (not config.bits or sizes in BITS):
             # Dtypes take turns, so that both meet every head dim.
             turn = (config.tile_q // 64 + config.tile_kv // 32 + config.stages + config.bits) % 2
             if config.dtype == ("float16", "bfloat16")[turn]:
-                shapes.setdefault((*sizes, config.bits), config)
+                shapes.setdefault((sizes, config.bits), config)
     hopper = [config for config in catalog("sm_90a") if config.kernel == "attend_wgmma"]
     return [*hopper, *shapes.values()]
 
 
 ENTRIES = _entries()
-HOPPER = [config for config in ENTRIES if config.kernel == "attend_wgmma"]
+
+
+def _entry(kernel: str, head_dim: int, dtype: str | None = None, tile_q: int = 128) -> KernelConfig:
+    return next(
+        c
+        for c in ENTRIES
+        if (c.kernel, c.head_dim, c.tile_q, c.bits) == (kernel, head_dim, tile_q, False)
+        and dtype in (None, c.dtype)
+    )
+
 
 #: Block size, mask shape and mappings; the shapes have tails on both sides.
 SITUATIONS = [
@@ -105,8 +118,8 @@ def rng(seed: int) -> np.random.Generator:
 
 
 @pytest.fixture
-def check(built: Path, rng: Any, seed: int) -> Callable[..., None]:
-    """Draws inputs for a mask, runs a plan on them in the emulator and compares."""
+def check(built: Path, rng: Any, seed: int) -> Callable[..., list[str]]:
+    """Draws inputs for a mask, runs a plan on them and compares; names the kernels that ran."""
     runs = count(seed)
 
     def run(
@@ -117,7 +130,7 @@ def check(built: Path, rng: Any, seed: int) -> Callable[..., None]:
         *,
         capacity: int = 3,
         **arguments: Any,
-    ) -> None:
+    ) -> list[str]:
         given = {"dim": config.head_dim, "dtype": config.dtype} | arguments
         case = attention.draw(mask, rng=rng, **given)
         regime = f"{config.kernel}/q{config.tile_q}k{config.tile_kv}/{mapping}/{organization}"
@@ -132,6 +145,7 @@ def check(built: Path, rng: Any, seed: int) -> Callable[..., None]:
         )
         label = f"{config.arch} {config.name} {regime} {given} {mask} seed {machine.seed}"
         case.check_kernel(out, lse, label)
+        return machine.launched
 
     return run
 
@@ -162,3 +176,70 @@ def test_entry(config: KernelConfig, check: Any, rng: Any) -> None:
                 layout=("BHSD", "BSHD")[(turn + i) % 2],
                 sm_scale=SCALES[(turn + i) % 4],
             )
+
+
+@pytest.mark.parametrize(
+    ("config", "mapping"),
+    [
+        (_entry("attend_wgmma", 64, "float16"), "regroup-pack"),
+        (_entry("attend_wgmma", 128, "bfloat16"), "share-pack"),
+        (_entry("attend_mma", 64, tile_q=64), "retain-pack"),
+        (_entry("attend_mma", 96), "merge-pack"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
+def test_split_parts_are_merged(config: KernelConfig, mapping: str, check: Any, rng: Any) -> None:
+    blocks = rng.random((1, 1, 3, 110)) < 0.9
+    blocks[0, 0, 2] = False  # rows without keys, in a tile that is split
+    mask = BlockMask.from_dense(blocks, (32, 32), (91, 3500))
+    for organization, layout in (("longest+split", "BHSD"), ("alternate+split", "BSHD")):
+        ran = check(config, mask, mapping, organization, layout=layout, shared=2, kv_heads=1)
+        assert [name.split("_")[0] for name in ran] == ["attend", "merge"]
+
+
+@pytest.mark.parametrize("dim", [40, 80])
+@pytest.mark.parametrize("kernel", ["attend_mma", "attend_wgmma"])
+def test_head_dims_between_are_filled_with_zeros(
+    kernel: str, dim: int, check: Any, rng: Any
+) -> None:
+    served = {"attend_mma": {40: 64, 80: 96}, "attend_wgmma": {40: 64, 80: 128}}[kernel][dim]
+    mask = attention._random_mask(rng, (64, 64), (157, 230), axes=(1, 2))
+    for layout in ("BHSD", "BSHD"):
+        check(_entry(kernel, served), mask, "retain-pack", dim=dim, layout=layout)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5])
+def test_ctas_that_take_several_tasks(capacity: int, check: Any, rng: Any) -> None:
+    mask = attention._random_mask(rng, (64, 64), (330, 400), axes=(1, 3), density=0.4)
+    for scale in (None, -0.2):  # a negative one changes Q in shared memory, under the next copy
+        check(
+            _entry("attend_wgmma", 64),
+            mask,
+            "share-pack",
+            "longest",
+            capacity=capacity,
+            sm_scale=scale,
+        )
+
+
+@pytest.mark.parametrize("kernel", ["attend_mma", "attend_wgmma"])
+def test_batches_whose_heads_lie_apart(kernel: str, check: Any, rng: Any) -> None:
+    mask = attention._random_mask(rng, (64, 32), (100, 170), axes=(1, 2), density=0.6)
+    check(_entry(kernel, 64), mask, "retain-pack", batch=2, shared=2, kv_heads=1, layout="BSHD")
+
+
+@pytest.mark.parametrize("kernel", ["attend_mma", "attend_wgmma"])
+def test_tiles_without_keys_and_with_one_fragment(kernel: str, check: Any, rng: Any) -> None:
+    blocks = np.zeros((1, 2, 8, 20), bool)
+    blocks[0, 0, 1, 19] = blocks[0, 0, 2, 0] = True
+    blocks[0, 1, 5] = True
+    mask = BlockMask.from_dense(blocks, (64, 16), (500, 317))
+    check(_entry(kernel, 64), mask, "retain-pack", capacity=2)
+
+
+@pytest.mark.parametrize("kernel", ["attend_mma", "attend_wgmma"])
+def test_ragged_blocks_start_anywhere(kernel: str, check: Any, rng: Any) -> None:
+    sizes = np.array([1, 7, 33, 0, 129, 64, 5, 61])
+    keep = rng.random((1, 2, 3, 8)) < 0.6
+    mask = BlockMask.from_dense(keep, (64, 64), (190, 300), kv_block_sizes=sizes)
+    check(_entry(kernel, 64), mask, "retain-pack")

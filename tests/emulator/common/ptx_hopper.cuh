@@ -19,6 +19,11 @@ struct Mbarrier {
 };
 inline std::map<unsigned, Mbarrier> mbarriers;  // by shared address
 constexpr std::uint64_t kMark = 0x6d62617272696572ull;
+inline const bool mbarriers_are_told = (at_deadlock.push_back([] {
+  for (const auto& [address, barrier] : mbarriers)
+    say("\n  mbarrier at shared byte %#x: phase %u waits for %u of %u arrivals and %ld bytes", address,
+        barrier.phase, barrier.missing, barrier.count, barrier.bytes);
+}), true);
 
 inline Mbarrier& mbarrier_at(unsigned address) {
   const auto found = mbarriers.find(address);
@@ -153,40 +158,64 @@ inline std::uint16_t shared_word(unsigned address) {
   return word;
 }
 
-// The products of one warpgroup. Registers of accumulators are NaN from the issue on, and get their
-// values when the group is waited for; operands are read some time in between.
+// What a wgmma is, apart from whose registers it takes: the same for all warps of a warpgroup.
+struct Instruction {
+  const char* what;
+  std::uint64_t a, b;
+  bool accumulate;
+};
+
+// The instructions of a warpgroup, in order. The hardware runs one when its four warps have come;
+// each warp's quarter runs by itself here, so that no kernel leans on wgmma as on a barrier.
+struct Agreement {
+  std::vector<Instruction> agreed;
+  size_t issued[4] = {};
+
+  void check(int warp, const Instruction& mine) {
+    const size_t n = issued[warp % 4]++;
+    if (n == agreed.size()) return agreed.push_back(mine);
+    const Instruction& other = agreed[n];
+    if (mine.what != other.what) fail("%s, where another warp of the warpgroup has %s", mine.what, other.what);
+    if (mine.a != other.a || mine.b != other.b) fail("%s: descriptors differ between warps", mine.what);
+    if (mine.accumulate != other.accumulate) fail("%s: scale-d differs between warps", mine.what);
+  }
+  void check_end() const {
+    for (size_t n : issued)
+      if (n != agreed.size()) fail("a wgmma was left out by some warps of a warpgroup");
+  }
+};
+inline Agreement agreements[kMaxWarps / 4];
+
+// One warp's part of the products of its warpgroup: 16 rows. Registers of accumulators are NaN from
+// the issue on, and get their values when the group is waited for; operands are read some time in
+// between.
 class Products : public Background {
  public:
-  struct Registers {  // of the 128 threads
-    float* of[128];
+  struct Registers {  // of 32 lanes
+    float* of[32];
     int count;
     std::vector<float> values;
-    unsigned in_groups = 0;  // groups under way that write them
   };
   struct Product {
     Registers* c;
-    const unsigned* a[128];  // null: from shared memory
-    std::uint64_t a_bits, b_bits;
-    bool accumulate;
+    const unsigned* a[32];  // null: from shared memory
+    Instruction instruction;
+    int first_row;
     float (*value)(unsigned);
-  };
-  struct Group {
-    std::vector<Product> products;
-    bool computed = false;
   };
 
   Products() { machine.background.push_back(this); }
 
-  void fence(int thread) {
-    fenced_[thread] = true;
-    for (auto& entry : seen_[thread])
+  void fence(int lane) {
+    fenced_[lane] = true;
+    for (auto& entry : seen_[lane])
       memcpy(entry.second.data(), entry.first, 4 * entry.second.size());
   }
 
-  // A register that was written after the last fence.
-  void check_fenced(int thread, const float* registers, size_t count) {
-    if (!fenced_[thread]) fail("wgmma without a wgmma.fence before it");
-    auto& seen = seen_[thread];
+  // Fails for a register that was written after the last fence.
+  void check_fenced(int lane, const float* registers, size_t count) {
+    if (!fenced_[lane]) fail("wgmma without a wgmma.fence before it");
+    auto& seen = seen_[lane];
     const auto found = seen.find(registers);
     if (found == seen.end()) {
       seen[registers].assign(registers, registers + count);
@@ -195,21 +224,26 @@ class Products : public Background {
     }
   }
 
-  void issue(const Product& product, float* const (&c)[128], int count) {
-    Product added = product;
-    added.c = under_way(0, c[0]);
-    if (!added.c) {
+  Registers* under_way(int lane, const float* c) {
+    for (auto& registers : registers_)
+      if (registers->of[lane] == c) return registers.get();
+    return nullptr;
+  }
+
+  void issue(Product product, float* const (&c)[32], int count) {
+    product.c = under_way(0, c[0]);
+    if (!product.c) {
       registers_.push_back(std::make_unique<Registers>());
-      added.c = registers_.back().get();
-      added.c->count = count;
-      added.c->values.resize(128 * count);
-      for (int i = 0; i < 128; ++i) {
-        added.c->of[i] = c[i];
-        memcpy(&added.c->values[i * count], c[i], 4 * count);
+      product.c = registers_.back().get();
+      product.c->count = count;
+      product.c->values.resize(32 * count);
+      for (int i = 0; i < 32; ++i) {
+        product.c->of[i] = c[i];
+        memcpy(&product.c->values[i * count], c[i], 4 * count);
         memset(c[i], 0xff, 4 * count);
       }
     }
-    open_.products.push_back(added);
+    open_.products.push_back(product);
   }
 
   void commit() {
@@ -236,38 +270,37 @@ class Products : public Background {
     return false;
   }
 
-  Registers* under_way(int thread, const float* c) {
-    for (auto& registers : registers_)
-      if (registers->of[thread] == c) return registers.get();
-    return nullptr;
-  }
   bool idle() const { return groups_.empty() && open_.products.empty(); }
 
   void clear() {
     groups_.clear();
     open_ = {};
     registers_.clear();
-    for (int i = 0; i < 128; ++i) {
+    for (int i = 0; i < 32; ++i) {
       fenced_[i] = false;
       seen_[i].clear();
     }
   }
 
  private:
+  struct Group {
+    std::vector<Product> products;
+    bool computed = false;
+  };
+
   bool still_used(const Registers* c) const {
-    for (const Group& group : groups_)
-      for (const Product& product : group.products)
-        if (product.c == c) return true;
-    for (const Product& product : open_.products)
-      if (product.c == c) return true;
-    return false;
+    auto uses = [c](const Group& group) {
+      return std::any_of(group.products.begin(), group.products.end(),
+                         [c](const Product& product) { return product.c == c; });
+    };
+    return uses(open_) || std::any_of(groups_.begin(), groups_.end(), uses);
   }
 
   // Once, when no younger product adds to the same registers.
   void write_back(Registers* c) {
     for (auto& registers : registers_) {
       if (registers.get() != c || still_used(c)) continue;
-      for (int i = 0; i < 128; ++i) {
+      for (int i = 0; i < 32; ++i) {
         memcpy(c->of[i], &c->values[i * c->count], 4 * c->count);
         memcpy(seen_[i][c->of[i]].data(), c->of[i], 4 * c->count);
       }
@@ -285,37 +318,36 @@ class Products : public Background {
 
   static void multiply(const Product& p) {
     const int columns = p.c->count * 2;
-    float left[64][16];
+    float left[16][16];
     static float right[16][256];
-    const Descriptor b(p.b_bits);
+    const Descriptor b(p.instruction.b);
     if (p.a[0]) {
-      for (int thread = 0; thread < 128; ++thread)
+      for (int lane = 0; lane < 32; ++lane)
         for (int e = 0; e < 8; ++e)
-          left[thread / 32 * 16 + thread % 32 / 4 + 8 * (e / 2 % 2)][thread % 4 * 2 + 8 * (e / 4) + e % 2] =
-              p.value(p.a[thread][e / 2] >> 16 * (e % 2) & 0xffff);
+          left[lane / 4 + 8 * (e / 2 % 2)][lane % 4 * 2 + 8 * (e / 4) + e % 2] =
+              p.value(p.a[lane][e / 2] >> 16 * (e % 2) & 0xffff);
       for (int k = 0; k < 16; ++k)
         for (int column = 0; column < columns; ++column)
           right[k][column] = p.value(shared_word(b.across_k(k, column)));
     } else {
-      const Descriptor a(p.a_bits);
-      for (int row = 0; row < 64; ++row)
-        for (int k = 0; k < 16; ++k) left[row][k] = p.value(shared_word(a.along_k(row, k)));
+      const Descriptor a(p.instruction.a);
+      for (int row = 0; row < 16; ++row)
+        for (int k = 0; k < 16; ++k) left[row][k] = p.value(shared_word(a.along_k(p.first_row + row, k)));
       for (int column = 0; column < columns; ++column)
         for (int k = 0; k < 16; ++k) right[k][column] = p.value(shared_word(b.along_k(column, k)));
     }
-    static float sum[64][256];
-    for (int row = 0; row < 64; ++row) {
+    static float sum[16][256];
+    for (int row = 0; row < 16; ++row) {
       for (int column = 0; column < columns; ++column) sum[row][column] = 0.0f;
       for (int k = 0; k < 16; ++k)
         for (int column = 0; column < columns; ++column)
           sum[row][column] += left[row][k] * right[k][column];
     }
-    for (int thread = 0; thread < 128; ++thread) {
-      float* const c = &p.c->values[thread * p.c->count];
-      const int first_row = thread / 32 * 16 + thread % 32 / 4;
+    for (int lane = 0; lane < 32; ++lane) {
+      float* const c = &p.c->values[lane * p.c->count];
       for (int i = 0; i < p.c->count; ++i) {
-        const float x = sum[first_row + 8 * (i / 2 % 2)][i / 4 * 8 + thread % 4 * 2 + i % 2];
-        c[i] = p.accumulate ? c[i] + x : x;
+        const float x = sum[lane / 4 + 8 * (i / 2 % 2)][i / 4 * 8 + lane % 4 * 2 + i % 2];
+        c[i] = p.instruction.accumulate ? c[i] + x : x;
       }
     }
   }
@@ -323,54 +355,54 @@ class Products : public Background {
   std::deque<Group> groups_;
   Group open_;
   std::vector<std::unique_ptr<Registers>> registers_;
-  bool fenced_[128] = {};
-  std::map<const float*, std::vector<float>> seen_[128];
+  bool fenced_[32] = {};
+  std::map<const float*, std::vector<float>> seen_[32];
 };
-inline Products products[kMaxThreads / 128];
-inline Products& own_products() { return products[number() / 128]; }
+inline Products products[kMaxWarps];
 
 inline const bool hopper_is_cleared =
     (at_start.push_back([] {
       mbarriers.clear();
       loads.clear();
       for (Products& p : products) p.clear();
+      for (Agreement& a : agreements) a = {};
     }),
      at_end.push_back([] {
        if (!loads.idle()) fail("the CTA ended before a tensor load that it started");
        for (Products& p : products)
          if (!p.idle()) fail("the CTA ended before a wgmma that it started");
+       for (Agreement& a : agreements) a.check_end();
      }),
      true);
 
-// One wgmma of the warpgroup: c += or = a * b, `a` from registers or by descriptor.
+// c += or = a * b, `a` from registers or by descriptor.
 template <typename T, int kCount>
-inline void wgmma(float (&c)[kCount], const unsigned* a, std::uint64_t a_bits, std::uint64_t b_bits,
-                  bool accumulate, const char* what) {
-  struct Thread {
+inline void wgmma(float (&c)[kCount], const unsigned* a, const Instruction& instruction) {
+  struct Lane {
     float* c;
     const unsigned* a;
-    std::uint64_t a_bits, b_bits;
-    bool accumulate;
-  } mine{c, a, a_bits, b_bits, accumulate};
-  Products& own = own_products();
-  if (!own.under_way(number() % 128, c)) own.check_fenced(number() % 128, c, kCount);
-  if (a) own.check_fenced(number() % 128, reinterpret_cast<const float*>(a), 4);
-  meet_warpgroup(what, &mine, [&own, what](const void* const* given) {
-    auto thread = [&](int i) { return static_cast<const Thread*>(given[i]); };
+    const Instruction* instruction;
+  } mine{c, a, &instruction};
+  Products& own = products[warp()];
+  if (!own.under_way(lane(), c)) own.check_fenced(lane(), c, kCount);
+  if (a) own.check_fenced(lane(), reinterpret_cast<const float*>(a), 4);
+  meet_lanes(~0u, instruction.what, &mine, [&own](const void* const* given) {
     Products::Product product{};
-    product.a_bits = thread(0)->a_bits;
-    product.b_bits = thread(0)->b_bits;
-    product.accumulate = thread(0)->accumulate;
     product.value = value<T>;
-    float* registers[128];
-    for (int i = 0; i < 128; ++i) {
-      const Thread& other = *thread(i);
-      if (other.a_bits != product.a_bits || other.b_bits != product.b_bits)
-        fail("%s: descriptors differ between threads", what);
-      if (other.accumulate != product.accumulate) fail("%s: scale-d differs between threads", what);
+    product.instruction = *static_cast<const Lane*>(given[0])->instruction;
+    product.first_row = warp() % 4 * 16;
+    float* registers[32];
+    for (int i = 0; i < 32; ++i) {
+      const Lane& other = *static_cast<const Lane*>(given[i]);
+      const Instruction& its = *other.instruction;
+      if (its.a != product.instruction.a || its.b != product.instruction.b)
+        fail("%s: descriptors differ between lanes", its.what);
+      if (its.accumulate != product.instruction.accumulate)
+        fail("%s: scale-d differs between lanes", its.what);
       product.a[i] = other.a;
       registers[i] = other.c;
     }
+    agreements[warp() / 4].check(warp(), product.instruction);
     own.issue(product, registers, kCount);
   });
 }
@@ -411,19 +443,18 @@ inline void async_proxy_fence() {}
 inline void nanosleep() {}
 
 inline void wgmma_fence() {
-  emulator::own_products().fence(emulator::number() % 128);
-  emulator::meet_warpgroup("wgmma.fence", nullptr, [](const void* const*) {});
+  emulator::products[emulator::warp()].fence(emulator::lane());
+  emulator::meet_lanes(~0u, "wgmma.fence", nullptr, [](const void* const*) {});
 }
 inline void wgmma_commit() {
-  emulator::Products& own = emulator::own_products();
-  emulator::meet_warpgroup("wgmma.commit_group", nullptr,
-                           [&own](const void* const*) { own.commit(); });
+  emulator::meet_lanes(~0u, "wgmma.commit_group", nullptr,
+                       [](const void* const*) { emulator::products[emulator::warp()].commit(); });
 }
 template <int kPending>
 inline void wgmma_wait() {
-  emulator::Products& own = emulator::own_products();
-  emulator::meet_warpgroup("wgmma.wait_group", nullptr,
-                           [&own](const void* const*) { own.wait(kPending); });
+  emulator::meet_lanes(~0u, "wgmma.wait_group", nullptr, [](const void* const*) {
+    emulator::products[emulator::warp()].wait(kPending);
+  });
 }
 
 inline u32 descriptor_low(u32 address, u32 leading) {
@@ -435,15 +466,15 @@ inline u64 descriptor(u32 low, u32 stride) {
 
 template <typename T, int kCount>
 inline void wgmma_qk(T, float (&c)[kCount], u64 a, u64 b, int accumulate) {
-  emulator::wgmma<T>(c, nullptr, a, b, accumulate != 0, "wgmma_qk");
+  emulator::wgmma<T>(c, nullptr, {"wgmma_qk", a, b, accumulate != 0});
 }
 template <typename T, int kCount>
 inline void wgmma_qk_add(T, float (&c)[kCount], u64 a, u64 b) {
-  emulator::wgmma<T>(c, nullptr, a, b, true, "wgmma_qk_add");
+  emulator::wgmma<T>(c, nullptr, {"wgmma_qk_add", a, b, true});
 }
 template <typename T, int kCount>
 inline void wgmma_pv(T, float (&c)[kCount], const u32* a, u64 b) {
-  emulator::wgmma<T>(c, a, 0, b, true, "wgmma_pv");
+  emulator::wgmma<T>(c, a, {"wgmma_pv", 0, b, true});
 }
 
 }  // namespace tessera
