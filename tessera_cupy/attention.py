@@ -99,7 +99,8 @@ def block_sparse_attention(
             it until the last replay is complete.
         sm_scale: factor on the scores; None means ``1 / sqrt(head_dim)``.
         layout: ``"BHSD"`` or ``"BSHD"``.
-        out: array to write, with q's shape, dtype and device; not in the memory of k or v.
+        out: array to write, with q's shape, dtype and device: q itself, or memory apart from
+            q, k and v, in which each element has its own place.
         return_lse: also return the log-sum-exp.
         regime: as in :func:`make_plan`.
         stream: stream to run on; None means the current one of q's framework.

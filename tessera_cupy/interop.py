@@ -232,8 +232,9 @@ def device_operand(array: Any, name: str) -> Operand:
 def is_aligned(operand: Operand) -> bool:
     """Whether the kernels' 16-byte copies can read it.
 
-    That is: contiguous last axis, address and strides in whole 16 bytes, no zero or negative
-    stride, and rows less than 4 GiB apart.
+    That is: contiguous last axis, address and strides in whole 16 bytes, no negative stride, and
+    rows less than 4 GiB apart. Zero strides, as of expanded heads, are right for what is only
+    read: q, k and v.
     """
     *outer, last = operand.strides
     lengths = operand.shape[:-1]
@@ -260,12 +261,16 @@ class _Layout:
         }
 
 
-def overlaps(one: Operand, other: Operand) -> bool:
-    """Whether two operands of two-byte elements have an element in common.
+def device_memory(operand: Operand) -> NDArray[Any]:
+    """Where an operand of two-byte elements lies, to compare with others; not to be read."""
+    return np.asarray(_Layout(operand))
 
-    Exact for strided views, so that slices of one packed tensor are told apart.
-    """
-    return np.shares_memory(np.asarray(_Layout(one)), np.asarray(_Layout(other)))
+
+def host_memory(array: Any) -> NDArray[Any]:
+    """The same of a host array: without a copy, and so not always of the array's dtype."""
+    if framework(array) == "torch" and dtype_name(array) == "bfloat16":
+        array = array.detach().view(sys.modules["torch"].int16)
+    return host_array(array)
 
 
 def aligned(operand: Operand) -> Operand:

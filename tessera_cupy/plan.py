@@ -138,6 +138,9 @@ class Plan:
         return self._run_on_gpu(q, k, v, scale, out, return_lse, stream)
 
     def _run_on_host(self, q: Any, k: Any, v: Any, scale: float, out: Any, return_lse: bool) -> Any:
+        if out is not None:
+            inputs = {n: interop.host_memory(x) for n, x in (("q", q), ("k", k), ("v", v))}
+            check_apart(interop.host_memory(out), inputs)
         arrays = [interop.host_array(x) for x in (q, k, v)]
         result, lse = reference.execute(self, *arrays, sm_scale=scale, return_lse=True)
         result = interop.host_result(result, q, self.request.dtype)
@@ -181,9 +184,10 @@ class Plan:
             )
         with interop.on_stream(stream, (q, k, v), device):
             given = {n: interop.device_operand(x, n) for n, x in (("q", q), ("k", k), ("v", v))}
-            operands = {name: interop.aligned(operand) for name, operand in given.items()}
             if out is not None:
-                check_apart(interop.device_operand(out, "out"), operands)
+                inputs = {name: interop.device_memory(operand) for name, operand in given.items()}
+                check_apart(interop.device_memory(interop.device_operand(out, "out")), inputs)
+            operands = {name: interop.aligned(operand) for name, operand in given.items()}
             result = interop.empty(q, r.q_shape, r.dtype) if out is None else out
             lse = interop.empty(q, (r.batch, r.q_heads, r.sq), "float32") if return_lse else None
             launch.attend(

@@ -212,6 +212,38 @@ def tensor(device: str, shape: tuple[int, ...] = Q.shape) -> Any:
     return made
 
 
+def test_out_in_the_memory_of_the_inputs() -> None:
+    buffer = np.random.default_rng(0).standard_normal((3, 1, 4, 130, 64)).astype(np.float16)
+    q, k, v = buffer[:, :, :, 1:129]
+    before = buffer.copy()
+    for out, name in (
+        (k, "k"),
+        (v, "v"),
+        (buffer[1, :, :, :128], "k"),
+        (buffer[2, :, :, 2:], "v"),
+        (buffer[0, :, :, 2:], "q"),
+    ):
+        refused(ValueError, "`out`", "memory of its own", f"memory that {name} uses",
+                q=q, k=k, v=v, out=out)  # fmt: skip
+        np.testing.assert_array_equal(buffer, before)
+    assert block_sparse_attention(q, k, v, MASK, out=q) is q
+
+
+def test_out_whose_elements_share_memory() -> None:
+    buffer = zeros(1 << 16)
+    size = buffer.itemsize
+    for strides in (
+        (0, 0, 64, 1),  # one head for all
+        (0, 64 * 128, 0, 1),  # one row for all
+        (0, 64 * 64, 64, 1),  # heads that overlap by half
+        (0, 64 * 128, 56, 1),  # rows that overlap by an eighth
+    ):
+        out = np.lib.stride_tricks.as_strided(buffer, Q.shape, [size * s for s in strides])
+        refused(ValueError, "`out`", "elements that share it", "allocate it like q", out=out)
+    nested = np.lib.stride_tricks.as_strided(buffer, Q.shape, [size * s for s in (0, 64, 384, 1)])
+    assert block_sparse_attention(Q, K, K, MASK, out=nested) is nested
+
+
 def test_out_of_another_library() -> None:
     refused(TypeError, "`out`", "numpy", "torch", out=tensor("cpu"))
     refused(TypeError, "DLPack", "list", out=[[0.0]])

@@ -193,6 +193,38 @@ def test_out_that_16_byte_stores_cannot_reach_is_refused(gpus: Any) -> None:
             block_sparse_attention(Q, K, K, MASK, out=out)
 
 
+@pytest.mark.parametrize(
+    "strides",
+    [(25600, 0, 64, 1), (0, 0, 64, 1), (25600, 6400, 0, 1), (25600, 3200, 64, 1), (320, 64, 64, 1)],
+)
+def test_out_whose_elements_share_memory_is_refused(gpus: Any, strides: tuple[int, ...]) -> None:
+    gpus("sm_80")
+    out = Tensor(Q.shape, pointer=1 << 20)
+    out.strides = strides
+    with pytest.raises(ValueError, match=r"`out`.*elements that share it.*allocate it like q"):
+        block_sparse_attention(Q, K, K, MASK, out=out)
+
+
+def test_out_in_the_memory_of_the_inputs_is_refused(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus("sm_80")
+    monkeypatch.setattr(interop, "on_stream", lambda *args: nullcontext())
+    monkeypatch.setattr(launch, "upload", lambda tiles, tasks, *, bits: None)
+    monkeypatch.setattr(launch, "attend", lambda *args: None)
+    q, k, v = (
+        Tensor(shape, pointer=1 << 20 + i) for i, shape in enumerate((Q.shape, K.shape, K.shape))
+    )
+    plan = make_plan(MASK, q, k, v)
+    for moved, name in ((q, "q"), (k, "k"), (v, "v")):
+        out = Tensor(Q.shape, pointer=moved.pointer + 128)
+        with pytest.raises(ValueError, match=rf"`out`.*memory that {name} uses"):
+            plan.run(q, k, v, out=out)
+    assert plan.run(q, k, v, out=q) is q
+    elsewhere = Tensor(Q.shape, pointer=1 << 19)
+    assert plan.run(q, k, v, out=elsewhere) is elsewhere
+
+
 def test_all_that_touches_memory_happens_on_the_stream(
     gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
