@@ -92,11 +92,14 @@ class Plan:
     ) -> Any:
         """Compute the attention, with :func:`tessera_cupy.block_sparse_attention`'s arguments.
 
-        A run that a CUDA graph captures reads the plan's arrays at each replay, as it does those
-        passed here: keep the plan until the last replay is complete.
+        A CUDA graph can capture a run once the plan has run on that GPU: the first run copies
+        the plan's arrays there and loads its kernels. A captured run reads the plan's arrays at
+        each replay, as it does those passed here: keep the plan until the last replay is
+        complete.
 
         Raises:
-            ValueError: arrays of another geometry, device or architecture than the plan's.
+            ValueError: arrays of another geometry, device or architecture than the plan's, or a
+                capture before the plan's first run on the GPU.
         """
         scale = _scale(sm_scale, self.request.head_dim)
         for name, array in (("q", q), ("k", k), ("v", v)):
@@ -187,13 +190,15 @@ class Plan:
             if out is not None:
                 inputs = {name: interop.device_memory(operand) for name, operand in given.items()}
                 check_apart(interop.device_memory(interop.device_operand(out, "out")), inputs)
+            # First of all that allocates: a capture that comes too early is refused here.
+            uploaded = self._prepared.uploaded(self.mask, device)
             operands = {name: interop.aligned(operand) for name, operand in given.items()}
             result = interop.empty(q, r.q_shape, r.dtype) if out is None else out
             lse = interop.empty(q, (r.batch, r.q_heads, r.sq), "float32") if return_lse else None
             launch.attend(
                 self.config,
                 catalog.merge_for(self.config),
-                self._prepared.uploaded(self.mask, device),
+                uploaded,
                 _tensor(operands["q"], r.layout),
                 _tensor(operands["k"], r.layout),
                 _tensor(operands["v"], r.layout),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.cache import default_cache
 from tessera_cupy.kernels.catalog import KernelConfig
 from tessera_cupy.kernels.lifetime import Uses, collect, pool_may_grow, release_with
@@ -175,11 +176,23 @@ def upload(tiles: Tiles, tasks: Tasks, *, bits: bool) -> DevicePlan:
         tiles: the tiles.
         tasks: their tasks.
         bits: whether the kernel reads token bits, which it also does where no fragment has any.
+
+    Raises:
+        ValueError: the current stream is capturing; nothing was done on it.
     """
     import cupy
 
-    collect()
     stream = cupy.cuda.get_current_stream()
+    if stream.is_capturing():
+        raise ValueError(
+            wrong(
+                "stream",
+                "a stream that is not capturing, for the first run of a plan on a GPU",
+                "one that a CUDA graph captures",
+                "run the plan once before capturing, or make the same call once",
+            )
+        )
+    collect()
     plan = DevicePlan(
         task_count=len(tasks),
         slot_log2=int(math.log2(tiles.shape.slot)),

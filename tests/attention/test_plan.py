@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -223,6 +224,20 @@ def test_out_in_the_memory_of_the_inputs_is_refused(
     assert plan.run(q, k, v, out=q) is q
     elsewhere = Tensor(Q.shape, pointer=1 << 19)
     assert plan.run(q, k, v, out=elsewhere) is elsewhere
+
+
+def test_a_capture_before_the_first_run_is_refused_before_anything_is_allocated(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus("sm_80")
+    capturing = SimpleNamespace(is_capturing=lambda: True)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: capturing))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(interop, "on_stream", lambda *args: nullcontext())
+    monkeypatch.setattr(interop, "empty", None)
+    monkeypatch.setattr(interop, "aligned", None)
+    with pytest.raises(ValueError, match=r"`stream`.*run the plan once before capturing"):
+        make_plan(MASK, Q, K, K).run(Q, K, K)
 
 
 def test_all_that_touches_memory_happens_on_the_stream(

@@ -308,6 +308,24 @@ def test_uploads_give_back_what_is_no_longer_read(split: Any, cupy: Any) -> None
     assert tasks() is None
 
 
+def test_a_first_run_in_a_capture_is_refused_and_does_nothing(split: Any, cupy: Any) -> None:
+    own = cupy.stream
+    split.run()
+    cupy.stream = Stream(20)
+    split.run()
+    split.plan = None  # retired: its event must not be asked for in a capture
+    cupy.stream.capturing, cupy.asarray = True, None
+    queued = len(cupy.stream.queue)
+    with pytest.raises(
+        ValueError, match=r"`stream`.*CUDA graph.*run the plan once before capturing"
+    ):
+        launch.upload(*split.arrays, bits=False)
+    assert len(cupy.stream.queue) == queued
+    assert len(lifetime._retired) == 1
+    cupy.stream, cupy.asarray = own, lambda x: np.array(x).view(Array)
+    launch.upload(*split.arrays, bits=False)
+
+
 def test_the_mode_of_captures_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     modes = ["global"]
 
