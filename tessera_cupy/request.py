@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,21 @@ if TYPE_CHECKING:
 LAYOUTS = ("BHSD", "BSHD")
 MAX_HEAD_DIM = 256
 
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+
 
 @dataclass(frozen=True)
 class ArraySpec:
     """Shape and dtype of an array that need not exist, to plan without data.
+
+    Attributes:
+        shape: integers that are not negative; kept as a tuple of ints.
+        dtype: ``"float16"``, ``"bfloat16"`` or, for the executor, ``"float32"``; also a dtype of
+            NumPy, torch or JAX.
+
+    Raises:
+        TypeError: a shape that is not of integers, or another dtype.
+        ValueError: a negative length.
 
     >>> ArraySpec((1, 12, 32760, 128), "bfloat16").shape[2]
     32760
@@ -29,9 +41,36 @@ class ArraySpec:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        """Take a dtype of NumPy, torch or JAX by its name."""
+        """Check both, and take a dtype of NumPy, torch or JAX by its name."""
+        object.__setattr__(self, "shape", _lengths(self.shape))
         name = getattr(self.dtype, "__name__", str(self.dtype)).rpartition(".")[2]
+        if name not in interop.HOST_DTYPES:
+            meant = _SHORT_NAMES.get(name)
+            raise TypeError(
+                wrong(
+                    "dtype",
+                    " or ".join(interop.HOST_DTYPES),
+                    repr(name),
+                    f'write "{meant}"' if meant else "plan for one of these, and cast to it",
+                )
+            )
         object.__setattr__(self, "dtype", name)
+
+
+def _lengths(shape: Any) -> tuple[int, ...]:
+    try:
+        lengths = tuple(operator.index(length) for length in shape)
+        if any(isinstance(length, bool) for length in shape):
+            raise TypeError
+    except TypeError:
+        raise TypeError(
+            wrong("shape", "a tuple of integers", repr(shape), "pass whole numbers of elements")
+        ) from None
+    if min(lengths, default=0) < 0:
+        raise ValueError(
+            wrong("shape", "no negative length", lengths, "give each axis its full length")
+        )
+    return lengths
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,57 @@ def test_a_spec_stands_for_an_array() -> None:
     assert ArraySpec((1, 2, 3, 4)).dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("length", [64.9, 64.0, True, "1", None, np.float32(1), np.True_])
+def test_lengths_that_are_no_integers_are_refused(length: Any) -> None:
+    with pytest.raises(TypeError, match=r"`shape`.*integers") as caught:
+        ArraySpec((1, 2, 64, length))
+    assert repr(length) in str(caught.value)
+
+
+@pytest.mark.parametrize("axis", range(4))
+def test_negative_lengths_are_refused(axis: int) -> None:
+    shape = [1, 2, 64, 64]
+    shape[axis] = -1
+    with pytest.raises(ValueError, match=r"`shape`: expected no negative length.*-1"):
+        ArraySpec(tuple(shape))
+
+
+@pytest.mark.parametrize("shape", [64, None, "abcd"])
+def test_what_is_no_shape_is_refused(shape: Any) -> None:
+    with pytest.raises(TypeError, match=r"`shape`: expected a tuple of integers"):
+        ArraySpec(shape)
+
+
+@pytest.mark.parametrize("shape", [[1, 2, 64, 0], np.array([1, 2, 64, 0]), (1, 2, np.int64(64), 0)])
+def test_a_shape_is_kept_as_a_tuple_of_ints(shape: Any) -> None:
+    kept = ArraySpec(shape).shape
+    assert kept == (1, 2, 64, 0)
+    assert type(kept) is tuple
+    assert {type(length) for length in kept} == {int}
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("bf16", 'write "bfloat16"'),
+        ("fp16", 'write "float16"'),
+        ("half", 'write "float16"'),
+        ("fp32", 'write "float32"'),
+        ("float64", "cast to it"),
+        (np.int8, "cast to it"),
+    ],
+)
+def test_dtypes_of_a_spec_that_no_kernel_takes(name: Any, fix: str) -> None:
+    with pytest.raises(TypeError, match=r"`dtype`.*float16 or bfloat16 or float32") as caught:
+        ArraySpec((1, 2, 64, 64), name)
+    assert fix in str(caught.value).partition("Fix: ")[2]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.dtype("float16"), "torch.float16", "float16"])
+def test_dtypes_of_every_library_are_taken_by_name(dtype: Any) -> None:
+    assert ArraySpec((1, 2, 64, 64), dtype).dtype == "float16"
+
+
 def test_what_is_left_out_follows_from_the_rest() -> None:
     q = ArraySpec((2, 6, 100, 64))
     alone = request(q)
