@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tessera_cupy import BlockMask
+from tessera_cupy._resources import kernels_dir
 from tessera_cupy.kernels.arch import ARCHS
 from tessera_cupy.kernels.builders import (
     MASK_ERRORS,
@@ -21,12 +24,28 @@ from tessera_cupy.kernels.builders import (
     mask_state_grid,
 )
 from tessera_cupy.kernels.catalog import MASK_FORMATS, mask_state_for
-from tests.emulator.emulator import Array, build, call, compiler
+from tessera_cupy.kernels.specialise import source as source_of
+from tests.emulator.emulator import KERNELS_VARIABLE, Array, build_source, call, compiler
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to build the emulator with")
 OUT_OF_RANGE, DUPLICATE, CAPACITY, BAD_COUNT = (1 << bit for bit in range(len(MASK_ERRORS)))
 
 Blocks = NDArray[np.bool_]
+
+# Aligned reads cannot reach another page, which would be a fault; so each is looked at.
+WATCH = """
+extern "C" {
+unsigned long allowed[4];
+}
+template <typename T>
+T watched(const T* address) {
+  const auto at = reinterpret_cast<unsigned long>(address);
+  for (int i = 0; i < 4; i += 2)
+    if (allowed[i] <= at && at + sizeof(T) <= allowed[i + 1]) return *address;
+  emulator::fail("a read outside of the mask");
+}
+#define __ldg watched
+"""
 
 
 @dataclass
@@ -91,7 +110,13 @@ class Runner:
             **{name: getattr(source, name) for name in ("stride", "width", "rows", "nk")},
         }.items():
             params[name] = value
-        library = build(config, self.folder)
+        kernels = Path(os.environ.get(KERNELS_VARIABLE) or kernels_dir())
+        target = self.folder / config.name
+        library = build_source(WATCH + source_of(config), config.entry, target, kernels)
+        allowed = (ctypes.c_ulong * 4).in_dll(ctypes.CDLL(str(library)), "allowed")
+        for i, array in enumerate((values, bounds)):
+            allowed[2 * i] = array.data.ptr if array else 0
+            allowed[2 * i + 1] = array.data.ptr + array.nbytes if array else 0
         threads = 32 * config.warps
         error = call(library, params, (ctas,), threads, config.smem_bytes, self.seed)
         assert error is None, f"{config.name}, seed {self.seed}: {error}"
