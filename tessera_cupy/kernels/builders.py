@@ -39,9 +39,19 @@ MASK_ERRORS = ("column out of range", "column twice in a row", "capacity", "coun
 #: Bytes of one CTA's part of ``mask_state``'s workspace.
 MASK_PARTIAL_BYTES = 32
 
+#: ``CsrColumnsParams`` of mask_state.cu.
+CSR_COLUMNS_PARAMS = np.dtype(
+    [
+        *[(name, _POINTER) for name in ("bitmap", "offsets", "columns", "scalars")],
+        ("capacity", np.int64),
+        *[(name, np.int32) for name in ("rows", "nk")],
+    ],
+    align=True,
+)
+
 
 def mask_state_grid(config: KernelConfig, rows: int, sms: int) -> int:
-    """CTAs of a launch of ``mask_state``: a warp a row as far as all fit on the GPU together.
+    """CTAs of ``mask_state`` or ``csr_columns``: a warp a row as far as all fit together.
 
     Args:
         config: the entry.

@@ -30,7 +30,8 @@ class KernelConfig:
     Attributes:
         arch: architecture name, such as ``"sm_90a"``.
         kernel: ``"attend_mma"``, ``"attend_wgmma"`` or ``"merge_splits"``, the source file's name,
-            ``"mask_state"``, or one of :data:`TILE_KERNELS`.
+            ``"mask_state"``; or ``"csr_columns"``, which is in ``mask_state.cu``, or one of
+            :data:`TILE_KERNELS`.
         head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled. 0 for
             kernels that read no Q, K or V.
         dtype: ``"float16"`` or ``"bfloat16"``; empty for kernels that read no Q, K or V.
@@ -309,6 +310,21 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
         )
         for form in MASK_FORMATS
     ]
+    configs.append(
+        KernelConfig(
+            target.name,
+            "csr_columns",
+            head_dim=0,
+            dtype="",
+            tile_q=0,
+            tile_kv=0,
+            warps=_MASK_STATE_WARPS,
+            stages=1,
+            min_ctas=3 if target.name in _SMALL else 4,
+            features=(),
+            why="a warp a row, a lane a word: neighbouring lanes write neighbouring columns",
+        )
+    )
     for dtype in DTYPES:
         configs.append(
             KernelConfig(
@@ -381,6 +397,15 @@ def mask_state_for(arch: str, form: str) -> KernelConfig:
     """
     entries = (config for config in catalog(arch) if config.kernel == "mask_state")
     return next(config for config in entries if config.features == (form,))
+
+
+def csr_columns_for(arch: str) -> KernelConfig:
+    """The ``csr_columns`` entry.
+
+    >>> csr_columns_for("sm_90").name
+    'csr_columns'
+    """
+    return next(config for config in catalog(arch) if config.kernel == "csr_columns")
 
 
 def why_not(config: KernelConfig, smem_block: int) -> str | None:

@@ -22,6 +22,7 @@ def source(config: KernelConfig) -> str:
     <BLANKLINE>
     """
     file = "tiles" if config.kernel in TILE_KERNELS else config.kernel
+    file = "mask_state" if config.kernel == "csr_columns" else file
     head = f'// {config.name} for {config.arch}\n#include "{file}.cu"\n\n'
     if config.kernel in TILE_KERNELS:
         entry = f"{head}TESSERA_{config.kernel.upper()}({config.warps})\n"
@@ -29,6 +30,8 @@ def source(config: KernelConfig) -> str:
             return entry
         storage = f"TileScanStorage<{config.warps}>"
         return f"{entry}\n{_size_check(storage, config)}"
+    if config.kernel == "csr_columns":
+        return f"{head}TESSERA_CSR_COLUMNS({config.warps}, {config.min_ctas})\n"
     if config.kernel == "mask_state":
         form = f"k{config.features[0].capitalize()}"
         storage = f"MaskStateStorage<tessera::MaskFormat::{form}, {config.warps}>"

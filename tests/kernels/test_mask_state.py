@@ -1,4 +1,4 @@
-"""``mask_state.cu`` on the CPU, against ``BlockMask``: bitmap, counts, scalars, bad input."""
+"""``mask_state.cu`` on the CPU, against ``BlockMask``: bitmap, counts, columns, bad input."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from tessera_cupy import BlockMask
 from tessera_cupy._resources import kernels_dir
 from tessera_cupy.kernels.arch import ARCHS
 from tessera_cupy.kernels.builders import (
+    CSR_COLUMNS_PARAMS,
     MASK_ERRORS,
     MASK_PARTIAL_BYTES,
     MASK_SCALARS,
     MASK_STATE_PARAMS,
     mask_state_grid,
 )
-from tessera_cupy.kernels.catalog import MASK_FORMATS, mask_state_for
+from tessera_cupy.kernels.catalog import MASK_FORMATS, KernelConfig, csr_columns_for, mask_state_for
 from tessera_cupy.kernels.specialise import source as source_of
 from tests.emulator.emulator import KERNELS_VARIABLE, Array, build_source, call, compiler
 
@@ -110,22 +111,47 @@ class Runner:
             **{name: getattr(source, name) for name in ("stride", "width", "rows", "nk")},
         }.items():
             params[name] = value
-        kernels = Path(os.environ.get(KERNELS_VARIABLE) or kernels_dir())
-        target = self.folder / config.name
-        library = build_source(WATCH + source_of(config), config.entry, target, kernels)
-        allowed = (ctypes.c_ulong * 4).in_dll(ctypes.CDLL(str(library)), "allowed")
-        for i, array in enumerate((values, bounds)):
-            allowed[2 * i] = array.data.ptr if array else 0
-            allowed[2 * i + 1] = array.data.ptr + array.nbytes if array else 0
-        threads = 32 * config.warps
-        error = call(library, params, (ctas,), threads, config.smem_bytes, self.seed)
-        assert error is None, f"{config.name}, seed {self.seed}: {error}"
+        self.launch(config, params, ctas, [values, bounds])
         assert all(array.clean() for array in (bitmap, row_count, scalars, partials))
         return State(
             bitmap.bytes.view(np.uint32).reshape(source.rows, words).copy(),
             row_count.bytes.view(np.int32).copy(),
             scalars.bytes.view(np.int64).copy(),
         )
+
+    def columns(self, state: State, nk: int, capacity: int, ctas: int = 2) -> NDArray[np.int32]:
+        """What ``csr_columns`` makes of a bitmap; its errors go into ``state``."""
+        self.seed += 1
+        before = np.concatenate([[0], np.cumsum(state.row_count)]).astype(np.int64)
+        bitmap, offsets = self._input("bitmap", state.bitmap), self._input("offsets", before)
+        columns = self._array("columns", 4 * capacity)
+        scalars = self._array("scalars", 8 * len(MASK_SCALARS))
+        scalars.bytes[:] = state.scalars.view(np.uint8)
+        params = np.zeros(1, CSR_COLUMNS_PARAMS)
+        made = {"bitmap": bitmap, "offsets": offsets, "columns": columns, "scalars": scalars}
+        for name, array in made.items():
+            params[name] = array.data.ptr
+        params["capacity"], params["rows"], params["nk"] = capacity, len(state.row_count), nk
+        self.launch(csr_columns_for("sm_90a"), params, ctas, [bitmap, offsets])
+        assert columns.clean()
+        assert scalars.clean()
+        state.scalars[:] = scalars.bytes.view(np.int64)
+        return columns.bytes.view(np.int32).copy()
+
+    def launch(
+        self, config: KernelConfig, params: NDArray[Any], ctas: int, inputs: list[Array | None]
+    ) -> None:
+        """Run an entry, which may read of these arrays alone through ``__ldg``."""
+        kernels = Path(os.environ.get(KERNELS_VARIABLE) or kernels_dir())
+        target = self.folder / config.name
+        library = build_source(WATCH + source_of(config), config.entry, target, kernels)
+        allowed = (ctypes.c_ulong * 4).in_dll(ctypes.CDLL(str(library)), "allowed")
+        for i, array in enumerate(inputs):
+            allowed[2 * i] = array.data.ptr if array else 0
+            allowed[2 * i + 1] = array.data.ptr + array.nbytes if array else 0
+        threads = 32 * config.warps
+        error = call(library, params, (ctas,), threads, config.smem_bytes, self.seed)
+        assert error is None, f"{config.name}, seed {self.seed}: {error}"
 
     def _array(self, name: str, nbytes: int) -> Array:
         return Array(name, nbytes, at_end=self.seed % 2 == 1)
@@ -310,6 +336,31 @@ def test_masks_without_blocks(run: Runner, form: str, shape: tuple[int, int]) ->
     state = run(Source(form, values, rows, nk, bounds.get(form), stride=1, width=1))
     assert not state.row_count.any()
     assert not state.scalars.any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("nk", [1, 32, 33, 900, 1025, 2100])
+def test_columns_of_a_bitmap(run: Runner, nk: int) -> None:
+    rng = np.random.default_rng(nk)
+    for blocks in (structured(nk), rng.random((40, nk)) < 0.1):
+        mask = mask_of(blocks)
+        state = run(dense(blocks, rng))
+        made = run.columns(state, nk, mask.nnz + 3)
+        assert np.array_equal(made[: mask.nnz], mask.indices)
+        assert (made[mask.nnz :] == -1).all(), "nothing is written past the last"
+        assert state["errors"] == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("lacking", [0, 1, 30])
+def test_columns_past_the_capacity_are_flagged(run: Runner, lacking: int) -> None:
+    blocks = np.random.default_rng(2).random((20, 70)) < 0.3
+    mask = mask_of(blocks)
+    state = run(dense(blocks, np.random.default_rng(2)))
+    made = run.columns(state, 70, mask.nnz - lacking)
+    assert np.array_equal(made, mask.indices[: len(made)])
+    assert state["errors"] == (CAPACITY if lacking else 0)
+    assert state["nnz"] == mask.nnz
 
 
 # What BlockMask refuses, the kernel flags, and goes on with the rest.
