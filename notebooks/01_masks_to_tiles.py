@@ -109,12 +109,13 @@ for kv_side in ("retain", "merge", "pack"):
 # Queries have mappings too. *Merge* on the query side joins two rows of blocks in a tile of
 # 128 queries; rows that did not ask for a block do not see it, but the tile computes it.
 # *Share* joins them too, and sorts the list: steps that both rows want come first, then those of
-# one row alone, which the half of the tile that has the other row skips.
+# one row alone, which the half of the tile that has the other row skips. *Regroup* shares too,
+# with rows whose lists are alike in place of neighbours.
 # *Split* cuts blocks into smaller tiles: nothing is wasted, but there are many more steps,
 # each too small to keep the matrix units busy.
 #
 # The useful fraction is the number of active (query, key) pairs over the number of pairs in the
-# steps of the tiles, skipped or not. The plan that the profile table chooses for an H100 has one
+# steps of the tiles, without what a half skips. The plan that the profile table chooses for an H100 has one
 # of these mappings; an arrow marks it.
 
 # %%
@@ -135,7 +136,7 @@ for way in viz.tile_each_way(mask, plan.spec):
 # entries that the mask leaves out; the plan's mapping has a yellow ground.
 
 # %%
-viz.mask_to_tiles(mask, plan=plan.spec, title="One mask, seven ways to tile it")
+viz.mask_to_tiles(mask, plan=plan.spec, title="One mask, and the ways to tile it")
 
 # %% [markdown]
 # ## The same numbers come out

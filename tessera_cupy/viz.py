@@ -7,7 +7,8 @@ Okabe-Ito set, told apart by colour-blind readers, and each step also carries it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from tessera_cupy.mapping import Mapping, map_mask, useful_fraction, why_not
 from tessera_cupy.mapping.kv_side import largest_kv_block
 from tessera_cupy.mapping.planner import MAX_TILE_Q
 from tessera_cupy.mapping.q_side import largest_q_block
-from tessera_cupy.mapping.tiles import GROUP_ROWS, Tiles
+from tessera_cupy.mapping.stats import computed_parts
+from tessera_cupy.mapping.tiles import GROUP_ROWS, UNIT_ROWS, Tiles
 from tessera_cupy.masks import BlockMask
 
 if TYPE_CHECKING:
@@ -39,9 +41,10 @@ _WASTE: dict[str, Any] = {
     "linewidth": 0.0,
 }
 _WINDOW_BLOCKS = (8, 24)
-_WAYS_ACROSS = 4
+_WAYS_ACROSS = 3
 _CHOSEN = "#FFF1CC"
 _SMALLEST_LABEL = 4.5
+_MOST_ROW_LABELS = 24
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class TiledMask:
         mapping: the mapping.
         gloss: what a step holds, in a few words.
         tiles: the physical tiles.
-        useful: fraction of the tiles' work that is on active entries, over all heads; a
-            step counts whole, also where half of a tile skips it.
+        useful: fraction of the tiles' work that is on active entries, over all heads, as
+            :func:`~tessera_cupy.mapping.useful_fraction` counts it.
         chosen: whether it is what the given plan does.
     """
 
@@ -73,6 +76,11 @@ class TiledMask:
     useful: float
     chosen: bool
 
+    @property
+    def skips(self) -> bool:
+        """Whether each half of a tile is taken to skip the steps that it has no part in."""
+        return _skips(self.mapping)
+
 
 def tile_each_way(mask: BlockMask, plan: PlanSpec | None = None) -> list[TiledMask]:
     """Tile a mask under each kind of mapping that it allows.
@@ -80,7 +88,7 @@ def tile_each_way(mask: BlockMask, plan: PlanSpec | None = None) -> list[TiledMa
     For blocks of (bq, bkv), the largest ones where they are ragged, the physical tiles are:
     the block itself (retain); tiles twice as wide, left half empty (retain), filled with a
     neighbour (merge) or with the next active block (pack); tiles twice as high and wide
-    (merge or share, pack); and a quarter of the block (split).
+    (merge, share or regroup, pack); and a quarter of the block (split).
 
     Args:
         mask: the mask.
@@ -99,6 +107,12 @@ def tile_each_way(mask: BlockMask, plan: PlanSpec | None = None) -> list[TiledMa
         ("retain-pack", bq, 2 * bkv, "a step is the next two wanted blocks"),
         ("merge-pack", 2 * bq, 2 * bkv, "two rows of blocks have one list of steps"),
         ("share-pack", 2 * bq, 2 * bkv, "a half skips the other's steps"),
+        (
+            "regroup-pack",
+            2 * bq,
+            2 * bkv,
+            "share, of alike rows from anywhere; first token at left",
+        ),
         ("split-split", bq // 2, bkv // 2, "a block takes four small steps"),
     ]
     own = plan and (plan.mapping.name, plan.tile_q, plan.tile_kv)
@@ -112,9 +126,7 @@ def tile_each_way(mask: BlockMask, plan: PlanSpec | None = None) -> list[TiledMa
         if why_not(mapping, mask, q, kv) is not None:
             continue
         tiles = map_mask(mask, mapping, q, kv)
-        useful = useful_fraction(tiles, mask)
-        if mapping.q == "share":
-            gloss += f", {_useful_unskipped(tiles, mask):.2f} of the rest useful"
+        useful = useful_fraction(tiles, mask, q // 2 if _skips(mapping) else None)
         made.append(TiledMask(mapping, gloss, tiles, useful, (name, q, kv) == own))
     return made
 
@@ -189,7 +201,8 @@ def draw_tiles(
     """Draw where the fragments of each tile's steps lie in the mask.
 
     Colour and number give the step of its tile that computes a fragment. Rows of a fragment
-    that are computed for nothing are hatched. Lines are the edges of the tiles.
+    that are computed for nothing are hatched. Lines are the edges of the tiles, or of each run
+    of neighbouring rows where a tile's rows come from several places.
 
     Args:
         ax: where to draw.
@@ -197,7 +210,7 @@ def draw_tiles(
         head: mask head, as ``tiles.tile_head`` counts them.
         window: the part to draw; everything when None.
         skips: whether each half of a tile skips the steps that it has no part in, as under
-            share; what is skipped is not drawn.
+            share and regroup; what is skipped is not drawn.
 
     Raises:
         ValueError: ``head`` is not in the tiles.
@@ -205,18 +218,19 @@ def draw_tiles(
     window = window or _everything(tiles, head)
     work, waste = _Boxes(), _Boxes()
     chosen = _tiles_in(tiles, head, window)
-    for tile in chosen:
-        for piece in _pieces(tiles, tile, _halves(tiles, tile, skips)):
+    runs = [run for tile in chosen for run in _runs(tiles, tile, window)]
+    for run in runs:
+        for piece in _pieces(tiles, run.tile, _halves(tiles, run.tile, skips)):
             if not piece.touches(window):
                 continue
-            for top, bottom, member in piece.bands:
+            for top, bottom, member in run.of(piece.bands):
                 target = work if member else waste
                 target.add(piece.kv0, top, piece.length, bottom - top, piece.step)
     waste.hatch(ax)
     work.fill(ax)
     work.number(ax, window.kv1 - window.kv0, window.q1 - window.q0)
-    for q0, rows in tiles.tile_q[chosen]:
-        for edge in (q0, q0 + rows):
+    for run in runs:
+        for edge in (run.q0, run.q0 + run.rows):
             ax.axhline(edge, color=_INK, linewidth=0.7)
     ax.set_xlim(window.kv0, window.kv1)
     ax.set_ylim(window.q1, window.q0)
@@ -255,20 +269,19 @@ def draw_steps(
         pieces = list(_pieces(tiles, tile, halves))
         drawn = sorted({p.step for p in pieces if p.touches(window)})
         places = {step: place * shape.kv for place, step in enumerate(drawn)}
-        drop = line * shape.q - int(tiles.tile_q[tile, 0])
+        above = line * shape.q
         for step, left in places.items():
-            top = line * shape.q
-            steps.add(left, top, shape.kv, shape.q, step)
+            steps.add(left, above, shape.kv, shape.q, step)
             if halves[step].all():
-                issued.add(left, top, shape.kv, shape.q, step)
+                issued.add(left, above, shape.kv, shape.q, step)
             for half in np.flatnonzero(halves[step] & ~halves[step][::-1]):
-                issued.add(left, top + half * shape.q / 2, shape.kv, shape.q / 2, step)
+                issued.add(left, above + half * shape.q / 2, shape.kv, shape.q / 2, step)
         for piece in pieces:
             if piece.step in places:
                 left = places[piece.step] + piece.column
                 for top, bottom, member in piece.bands:
                     if member:
-                        work.add(left, top + drop, piece.length, bottom - top, piece.step)
+                        work.add(left, above + top, piece.length, bottom - top, piece.step)
     high = max(len(chosen), 1) * shape.q
     wide = max(window.kv1 - window.kv0, steps.right)
     issued.hatch(ax)
@@ -315,9 +328,9 @@ def mask_to_tiles(
             wrong("mask", "blocks that tiles can hold", mask.block_size, "use blocks up to 128")
         )
     lines = -(-len(ways) // _WAYS_ACROSS)
-    figure = Figure(figsize=(24, 1.4 + 4.6 * lines), layout="constrained")
+    figure = Figure(figsize=(20, 1.4 + 4.6 * lines), layout="constrained")
     figure.suptitle(title, fontsize=16, fontweight="bold")
-    halves: Any = figure.subfigures(1, 2, width_ratios=(1, 3.8), wspace=0.02)
+    halves: Any = figure.subfigures(1, 2, width_ratios=(1, 3), wspace=0.02)
     left, right = halves
     whole, key = left.subplots(2, 1, height_ratios=(3.2, 1))
     draw_mask(whole, mask, batch=batch, head=head, window=window)
@@ -330,7 +343,7 @@ def mask_to_tiles(
     cells: Any = right.subfigures(lines, _WAYS_ACROSS, squeeze=False)
     for i, way in enumerate(ways):
         _draw_way(cells[divmod(i, _WAYS_ACROSS)], way, row, window)
-    _legend(key, skips=any(way.mapping.q == "share" for way in ways))
+    _legend(key, skips=any(way.skips for way in ways))
     return figure
 
 
@@ -350,9 +363,8 @@ def diagonal_window(mask: BlockMask, blocks: tuple[int, int] = _WINDOW_BLOCKS) -
 def _draw_way(cell: SubFigure, way: TiledMask, row: int, window: Window) -> None:
     shape = way.tiles.shape
     in_mask, as_steps = cell.subplots(2, 1)
-    skips = way.mapping.q == "share"
-    draw_tiles(in_mask, way.tiles, head=row, window=window, skips=skips)
-    draw_steps(as_steps, way.tiles, head=row, window=window, skips=skips)
+    draw_tiles(in_mask, way.tiles, head=row, window=window, skips=way.skips)
+    draw_steps(as_steps, way.tiles, head=row, window=window, skips=way.skips)
     if way.chosen:
         cell.set_facecolor(_CHOSEN)
     in_mask.set_title(
@@ -372,6 +384,21 @@ def _draw_way(cell: SubFigure, way: TiledMask, row: int, window: Window) -> None
     for ax in (in_mask, as_steps):
         ax.set_xticks([])
         ax.set_yticks([])
+    if way.tiles.tile_units is not None:
+        _label_rows(in_mask, as_steps, way.tiles, row, window)
+
+
+def _label_rows(in_mask: Axes, as_steps: Axes, tiles: Tiles, row: int, window: Window) -> None:
+    """Say beside the tiles, where there is room, at which query token each run of rows begins."""
+    chosen = _tiles_in(tiles, row, window)
+    here = [run for tile in chosen for run in _runs(tiles, tile, window)]
+    whole = [(line, run) for line, tile in enumerate(chosen) for run in _runs(tiles, tile)]
+    if len(whole) > _MOST_ROW_LABELS:
+        return
+    in_mask.set_yticks([run.q0 + run.rows / 2 for run in here])
+    as_steps.set_yticks([line * tiles.shape.q + run.top + run.rows / 2 for line, run in whole])
+    in_mask.set_yticklabels([str(run.q0) for run in here], fontsize=6)
+    as_steps.set_yticklabels([str(run.q0) for _, run in whole], fontsize=6)
 
 
 def _legend(ax: Axes, *, skips: bool) -> None:
@@ -399,8 +426,25 @@ def _legend(ax: Axes, *, skips: bool) -> None:
     )
 
 
+class _Run(NamedTuple):
+    """Neighbouring query rows of a tile: rows of the tile from ``top``, of the head from ``q0``."""
+
+    tile: int
+    top: int
+    q0: int
+    rows: int
+
+    def of(self, bands: list[tuple[int, int, bool]]) -> Iterator[tuple[int, int, bool]]:
+        """What of a piece's bands is in these rows, in rows of the head."""
+        drop = self.q0 - self.top
+        for top, bottom, member in bands:
+            first, last = max(top, self.top), min(bottom, self.top + self.rows)
+            if first < last:
+                yield first + drop, last + drop, member
+
+
 class _Piece(NamedTuple):
-    """A fragment in its tile: rows in query tokens, column in its step."""
+    """A fragment in its tile: bands are rows of the tile, the column is that in its step."""
 
     step: int
     column: int
@@ -413,28 +457,27 @@ class _Piece(NamedTuple):
         return self.length > 0 and self.kv0 < window.kv1 and self.kv0 + self.length > window.kv0
 
 
+def _skips(mapping: Mapping) -> bool:
+    return mapping.q in ("share", "regroup")
+
+
 def _halves(tiles: Tiles, tile: int, skips: bool) -> NDArray[np.bool_]:
     """(steps, 2): which halves of a tile's rows compute each of its steps."""
-    first, last = tiles.frag_offsets[tile : tile + 2]
     if not skips:
         return np.ones((tiles.steps[tile], 2), np.bool_)
-    members = np.zeros(tiles.steps[tile] * tiles.shape.fragments, np.uint32)
-    members[: last - first] = tiles.frag_members[first:last]
-    of_step = np.bitwise_or.reduce(members.reshape(-1, tiles.shape.fragments), axis=1)
-    upper = np.uint32((1 << tiles.shape.groups // 2) - 1)
-    return np.stack([(of_step & upper) != 0, (of_step & ~upper) != 0], axis=1)
-
-
-def _useful_unskipped(tiles: Tiles, mask: BlockMask) -> float:
-    """The useful fraction of what is left when halves of tiles skip steps."""
-    halves = sum(int(_halves(tiles, tile, True).sum()) for tile in range(len(tiles)))
-    return 2 * mask.active_pairs() / max(1, halves * tiles.shape.q * tiles.shape.kv)
+    first, last = tiles.frag_offsets[tile : tile + 2]
+    alone = replace(
+        tiles,
+        frag_offsets=np.array([0, last - first]),
+        frag_members=tiles.frag_members[first:last],
+    )
+    return computed_parts(alone, tiles.shape.q // 2)
 
 
 def _pieces(tiles: Tiles, tile: int, halves: NDArray[np.bool_]) -> Iterator[_Piece]:
     """The fragments of a tile; rows of a half that does not compute a step are left out."""
     first, last = tiles.frag_offsets[tile : tile + 2]
-    q0, rows = (int(x) for x in tiles.tile_q[tile])
+    rows = int(tiles.tile_q[tile, 1])
     for place, at in enumerate(range(first, last)):
         step, slot = divmod(place, tiles.shape.fragments)
         members = int(tiles.frag_members[at])
@@ -444,10 +487,10 @@ def _pieces(tiles: Tiles, tile: int, halves: NDArray[np.bool_]) -> Iterator[_Pie
             bottom = min(top + GROUP_ROWS, rows)
             if not halves[step, 2 * group // tiles.shape.groups]:
                 continue
-            if bands and bands[-1][1:] == (q0 + top, member):
-                bands[-1] = (bands[-1][0], q0 + bottom, member)
+            if bands and bands[-1][1:] == (top, member):
+                bands[-1] = (bands[-1][0], bottom, member)
             else:
-                bands.append((q0 + top, q0 + bottom, member))
+                bands.append((top, bottom, member))
         yield _Piece(
             step,
             slot * tiles.shape.slot,
@@ -510,10 +553,28 @@ class _Boxes:
             ax.add_collection(PolyCollection(verts, **style))
 
 
+def _units(tiles: Tiles) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(tiles, units) each: the query rows ``[first, last)`` of each 16 rows of a tile."""
+    top = np.arange(0, tiles.shape.q, UNIT_ROWS, dtype=np.int32)
+    first = tiles.query_rows(np.arange(len(tiles))[:, None], top)
+    return first, first + np.clip(tiles.tile_q[:, 1:] - top, 0, UNIT_ROWS)
+
+
+def _runs(tiles: Tiles, tile: int, window: Window | None = None) -> Iterator[_Run]:
+    """The runs of neighbouring query rows of a tile, those in the window only if there is one."""
+    rows = int(tiles.tile_q[tile, 1])
+    first = tiles.query_rows(tile, np.arange(rows))
+    cuts = np.flatnonzero(np.diff(first) != 1) + 1
+    for top, end in pairwise([0, *cuts.tolist(), rows]):
+        q0 = int(first[top])
+        if window is None or (q0 < window.q1 and q0 + end - top > window.q0):
+            yield _Run(tile, top, q0, end - top)
+
+
 def _tiles_in(tiles: Tiles, head: int, window: Window) -> NDArray[np.intp]:
-    top, rows = tiles.tile_q.T
-    inside = (tiles.tile_head == head) & (top < window.q1) & (top + rows > window.q0)
-    return np.flatnonzero(inside)
+    first, last = _units(tiles)
+    inside = ((first < window.q1) & (last > window.q0) & (last > first)).any(axis=1)
+    return np.flatnonzero(inside & (tiles.tile_head == head))
 
 
 def _everything(tiles: Tiles, head: int) -> Window:
@@ -522,7 +583,7 @@ def _everything(tiles: Tiles, head: int) -> Window:
         raise ValueError(
             wrong("head", f"a mask head from 0 to {tiles.heads - 1}", head, "pick one of them")
         )
-    q1 = int(tiles.tile_q[mine].sum(axis=1).max())
+    q1 = int(_units(tiles)[1][mine].max())
     kv1 = int((tiles.frag_start + tiles.frag_len).max(initial=1))
     return Window(0, q1, 0, kv1)
 

@@ -54,10 +54,11 @@ def test_it_passes_and_says_what_it_ran(run: tuple[dict[str, Any], str, Path]) -
         "retain-pack",
         "merge-pack",
         "share-pack",
+        "regroup-pack",
         "split-split",
         report["plan"]["name"].split("/")[2],  # with the tiles of the plan's kernel
     ]
-    assert [way["chosen"] for way in report["mappings"]] == [False] * 7 + [True]
+    assert [way["chosen"] for way in report["mappings"]] == [False] * 8 + [True]
     assert all(0 < way["useful_fraction"] <= 1 for way in report["mappings"])
     assert "speed" not in report
 

@@ -135,6 +135,73 @@ def test_a_lower_half_alone_and_rows_inside_a_half(ax: Any) -> None:
     assert set(boxes(ax, hatched=False)) == {(16, 0, 32, 8), (0, 16, 16, 32)}
 
 
+# Rows 0 and 2 have one list, 1 and 3 another, and row 4 makes a tile alone.
+ALIKE = BlockMask.from_dense([[1, 0, 1], [0, 1, 0], [1, 0, 1], [0, 1, 0], [1, 0, 0]], (16, 16))
+
+
+def test_regrouped_rows_are_drawn_where_they_are_in_the_mask(ax: Any) -> None:
+    viz.draw_tiles(ax, map_mask(ALIKE, Mapping("regroup", "pack"), 32, 32), skips=True)
+    assert set(boxes(ax, hatched=False)) == {
+        (0, 0, 16, 16),
+        (32, 0, 48, 16),
+        (16, 16, 32, 32),
+        (0, 32, 16, 48),
+        (32, 32, 48, 48),
+        (16, 48, 32, 64),
+        (0, 64, 16, 80),
+    }
+    assert boxes(ax, hatched=True) == {}
+    edges = {float(line.get_ydata()[0]) for line in ax.lines}
+    assert edges == {0, 16, 32, 48, 64, 80}
+    assert ax.get_ylim() == (80, 0)
+
+
+def test_regrouped_rows_are_together_in_a_step(ax: Any) -> None:
+    viz.draw_steps(ax, map_mask(ALIKE, Mapping("regroup", "pack"), 32, 32), skips=True)
+    assert set(boxes(ax, hatched=False)) == {
+        (0, 0, 16, 32),
+        (16, 0, 32, 32),
+        (0, 32, 16, 64),
+        (0, 64, 16, 80),
+    }
+    assert set(boxes(ax, hatched=True)) == {(0, 0, 32, 32), (0, 32, 32, 64), (0, 64, 32, 80)}
+
+
+def test_a_window_has_the_regrouped_tiles_with_a_row_in_it(ax: Any) -> None:
+    tiles = map_mask(ALIKE, Mapping("regroup", "pack"), 32, 32)
+    window = viz.Window(32, 48, 0, 48)
+    viz.draw_steps(ax, tiles, window=window, skips=True)
+    assert set(boxes(ax, hatched=False)) == {(0, 0, 16, 32), (16, 0, 32, 32)}
+    other = ax.figure.add_subplot()
+    viz.draw_tiles(other, tiles, window=window, skips=True)
+    assert set(boxes(other, hatched=False)) == {(0, 32, 16, 48), (32, 32, 48, 48)}
+
+
+def test_tiles_of_several_regrouped_rows_and_rows_of_two_units(ax: Any) -> None:
+    # Rows of 32 tokens: 0 and 3 are alike, 1 and 2; the last has 20 tokens and a tile alone.
+    mask = BlockMask.from_dense([[1, 0], [0, 1], [0, 1], [1, 0], [1, 1]], (32, 32), (148, 64))
+    viz.draw_tiles(ax, map_mask(mask, Mapping("regroup", "pack"), 64, 32), skips=True)
+    assert set(boxes(ax, hatched=False)) == {
+        (0, 0, 32, 32),
+        (32, 32, 64, 96),
+        (0, 96, 32, 128),
+        (0, 128, 32, 148),
+        (32, 128, 64, 148),
+    }
+    assert boxes(ax, hatched=True) == {}
+    assert ax.get_ylim() == (148, 0)
+
+
+def test_a_page_says_where_the_rows_of_regrouped_tiles_begin() -> None:
+    figure = viz.mask_to_tiles(ALIKE, window=viz.Window(0, 32, 0, 48))
+    (at,) = [i for i, a in enumerate(figure.axes) if a.get_title().startswith("regroup Q")]
+    in_mask, as_steps = figure.axes[at : at + 2]
+    assert [text.get_text() for text in in_mask.get_yticklabels()] == ["0", "16"]
+    assert [text.get_text() for text in as_steps.get_yticklabels()] == ["0", "32", "16", "48"]
+    assert as_steps.get_yticks().tolist() == [8, 24, 40, 56]
+    assert not figure.axes[at - 2].get_yticklabels()
+
+
 def test_a_window_leaves_out_other_tiles_and_steps(ax: Any) -> None:
     tiles = map_mask(MASK, Mapping("retain", "retain"), 16, 16)
     window = viz.Window(0, 16, 32, 64)
@@ -202,11 +269,13 @@ def test_useful_fractions_of_each_way() -> None:
         ("retain-pack", 16, 32),
         ("merge-pack", 32, 32),
         ("share-pack", 32, 32),
+        ("regroup-pack", 32, 32),
         ("split-split", 8, 8),
     ]
-    # 4 active blocks; steps of one block: 4, of two blocks: 4, 3 and 3, of four blocks: 2 and 2.
-    assert [w.useful for w in ways] == [1, 4 / 8, 4 / 6, 4 / 6, 4 / 8, 4 / 8, 1]
-    assert ways[5].gloss.endswith(", 0.67 of the rest useful")  # 4 of 3 halves of 2 blocks
+    # 4 active blocks; steps of one block: 4, of two blocks: 4, 3 and 3, of four blocks: 2; under
+    # share and regroup three halves of 2 blocks.
+    assert [w.useful for w in ways] == [1, 4 / 8, 4 / 6, 4 / 6, 4 / 8, 4 / 6, 4 / 6, 1]
+    assert [w.skips for w in ways] == [False] * 5 + [True, True, False]
 
 
 def test_the_plans_way_is_marked() -> None:
