@@ -13,6 +13,11 @@ from tessera_cupy.errors import NoGpuError, wrong
 _DLPACK_HOST = (1, 3)
 _DLPACK_CUDA = (2, 13)
 
+_COMPARE_FLOATS = (
+    "compare first: mask > 0 for floats of 0 and 1, mask == 0 for an additive mask (0 keeps, "
+    "-inf drops)"
+)
+
 
 def to_host(array: Any, name: str) -> tuple[NDArray[Any], int | None]:
     """Bring an array to the host, and say which GPU it was on.
@@ -84,16 +89,17 @@ def as_bools(array: NDArray[Any], name: str) -> NDArray[np.bool_]:
                 name,
                 "bool, or integers that are 0 or 1",
                 f"dtype {array.dtype}",
-                "compare first, as in mask > 0",
+                _COMPARE_FLOATS,
             )
         )
     if array.size and (array.min() < 0 or array.max() > 1):
+        compare = "mask == 0 if 0 keeps and less drops" if array.min() < 0 else "mask != 0"
         raise ValueError(
             wrong(
                 name,
                 "only 0 and 1",
                 f"values {array.min()} to {array.max()}",
-                "compare first, as in mask != 0; packed bits go to from_packed_bits",
+                f"compare first, as in {compare}; packed bits go to from_packed_bits",
             )
         )
     return array.view(np.bool_) if array.dtype.itemsize == 1 else array.astype(np.bool_)
@@ -151,7 +157,7 @@ def _checked(array: NDArray[Any], name: str) -> NDArray[Any]:
 
 def _no_bools(name: str, dtype: Any) -> TypeError:
     expected = "an array of bools or integers (in a mask, 0 or 1)"
-    fix = "convert it to bool, as in mask != 0, or to int32"
+    fix = _COMPARE_FLOATS if "mask" in name else "convert it to integers, such as int32"
     return TypeError(wrong(name, expected, f"dtype {dtype}", fix))
 
 

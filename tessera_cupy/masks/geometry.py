@@ -112,7 +112,9 @@ def resolve_grid(
     length = [0, 0]
     for side in (0, 1):
         if given[side] is None:
-            _check_block(block, side)
+            _check_block(
+                block, side, "choose such a block, or give the sizes of ragged blocks one by one"
+            )
             length[side] = _uniform_length(num_blocks, block, tokens, side, given)
         else:
             if block[side] < 1:
@@ -143,8 +145,7 @@ def uniform_grid(
         ValueError: block_size is not legal.
     """
     block = pair(block_size, "block_size")
-    for side in (0, 1):
-        _check_block(block, side)
+    check_blocks(block, "choose such a block")
     return BlockGrid(block, shape, batch, heads, None, None)
 
 
@@ -166,7 +167,17 @@ def pair(value: Sequence[int], name: str) -> tuple[int, int]:
     return first, second
 
 
-def _check_block(block: tuple[int, int], side: int) -> None:
+def check_blocks(block: tuple[int, int], fix: str) -> None:
+    """Check the block size of a mask that is uniform on both sides.
+
+    Raises:
+        ValueError: block_size is not legal; ``fix`` is the advice.
+    """
+    for side in (0, 1):
+        _check_block(block, side, fix)
+
+
+def _check_block(block: tuple[int, int], side: int, fix: str) -> None:
     size = block[side]
     if size % BLOCK_STEP or not BLOCK_MIN <= size <= BLOCK_MAX:
         raise ValueError(
@@ -174,7 +185,7 @@ def _check_block(block: tuple[int, int], side: int) -> None:
                 "block_size",
                 f"multiples of {BLOCK_STEP} from {BLOCK_MIN} to {BLOCK_MAX}",
                 f"{size} on the {_SIDES[side]} side of {block}",
-                "choose such a block, or give the sizes of ragged blocks one by one",
+                fix,
             )
         )
 

@@ -13,6 +13,7 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.masks import bits as token_bit
 from tessera_cupy.masks.entries import Entries, full_entries, place
 from tessera_cupy.masks.formats import as_integers, is_sparse, to_host, with_heads
+from tessera_cupy.masks.geometry import check_blocks
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -107,7 +108,8 @@ def csr_entries(
     columns, device = to_host(indices, "indices")
     starts = _read_indptr(as_integers(offsets, "indptr"), num_blocks[0], axes, columns.shape)
     columns = as_integers(columns, "indices")
-    _check_columns(columns, starts, num_blocks, axes[1])
+    fix = "list block columns, not tokens, and give num_blocks as (query, key) blocks"
+    _check_columns(columns, starts, num_blocks, axes[1], fix)
     entries = full_entries(starts, columns.astype(np.int32))
     if partial is None and token_bits is None:
         return entries, device
@@ -152,7 +154,8 @@ def list_entries(
         columns: NDArray[Any] = listed.reshape(-1)
     else:
         columns = listed[np.arange(width) < lengths[..., None]]
-    _check_columns(columns, starts, (nq, num_kv_blocks), heads)
+    fix = "list block columns, not tokens; entries past counts are not looked at"
+    _check_columns(columns, starts, (nq, num_kv_blocks), heads, fix)
     return full_entries(starts, columns.astype(np.int32)), (batch, heads, nq), device
 
 
@@ -180,6 +183,7 @@ def bsr_entries(bsr: Any) -> tuple[Entries, int, tuple[int, int], tuple[int, int
             )
         )
     (sq, skv), (bq, bkv) = kinds.pop()
+    check_blocks((int(bq), int(bkv)), "convert with .tobsr(blocksize=(64, 64)), for example")
     starts = [np.zeros(1, np.int64)]
     for matrix in matrices:
         starts.append(starts[-1][-1] + matrix.indptr[1:].astype(np.int64))
@@ -223,7 +227,11 @@ def _read_indptr(
 
 
 def _check_columns(
-    columns: NDArray[Any], starts: NDArray[np.int64], num_blocks: tuple[int, int], heads: int
+    columns: NDArray[Any],
+    starts: NDArray[np.int64],
+    num_blocks: tuple[int, int],
+    heads: int,
+    fix: str,
 ) -> None:
     nq, nk = num_blocks
     if not columns.size or (columns.min() >= 0 and columns.max() < nk):
@@ -235,7 +243,7 @@ def _check_columns(
             "indices",
             f"block columns from 0 to {nk - 1}",
             f"column {columns[first]} in {place(row, nq, heads)}",
-            "list block columns, not tokens; entries past counts are not looked at",
+            fix,
         )
     )
 

@@ -261,7 +261,12 @@ def refusals() -> dict[str, tuple[Any, list[str]]]:
         "one block size": (lambda: dense(SQUARE, 64), ["`block_size`", "two integers", "64"]),
         "odd block": (
             lambda: dense(SQUARE, (20, 64)),
-            ["`block_size`", "multiples of 8 from 16 to 384", "20 on the query side"],
+            [
+                "`block_size`",
+                "multiples of 8 from 16 to 384",
+                "20 on the query side",
+                "ragged blocks one by one",
+            ],
         ),
         "tiny block": (lambda: dense(SQUARE, (64, 8)), ["`block_size`", "8 on the key side"]),
         "huge block": (lambda: dense(SQUARE, (392, 64)), ["`block_size`", "392 on the query"]),
@@ -293,7 +298,12 @@ def refusals() -> dict[str, tuple[Any, list[str]]]:
         ),
         "column past the end": (
             lambda: csr([0, 1, 3], [0, 1, 3], (2, 3), UNIFORM),
-            ["`indices`", "0 to 2", "column 3 in batch 0, head 0, row 1"],
+            [
+                "`indices`",
+                "0 to 2",
+                "column 3 in batch 0, head 0, row 1",
+                "give num_blocks as (query, key) blocks",
+            ],
         ),
         "negative column": (
             lambda: csr([0, 0, 1, 2, 2], [0, -1], (2, 3), UNIFORM, heads=2),
@@ -370,7 +380,7 @@ def refusals() -> dict[str, tuple[Any, list[str]]]:
         ),
         "listed column": (
             lambda: lists([[[0, 9], [9, 9]], [[0, 9], [1, 9]]], [[1, 0], [1, 2]], 3, UNIFORM),
-            ["`indices`", "0 to 2", "column 9 in batch 0, head 1, row 1"],
+            ["`indices`", "0 to 2", "column 9 in batch 0, head 1, row 1", "entries past counts"],
         ),
         "listed duplicate": (
             lambda: lists([[0, 1, 2], [2, 0, 2]], [3, 3], 3, UNIFORM),
@@ -429,6 +439,21 @@ def test_arrays_of_a_csr_matrix_of_blocks_are_what_the_message_says() -> None:
     blocks = scipy.sparse.csr_matrix(np.tri(4))
     mask = BlockMask.from_csr(blocks.indptr, blocks.indices, blocks.shape, UNIFORM)
     np.testing.assert_array_equal(mask.to_dense()[0, 0], np.tri(4, dtype=bool))
+
+
+def test_advice_names_only_what_a_constructor_takes() -> None:
+    small = scipy.sparse.bsr_array(np.eye(64), blocksize=(4, 64))
+    for call in (
+        lambda: BlockMask.from_tokens(SQUARE, (4, 64)),
+        lambda: BlockMask.from_bsr(small),
+    ):
+        with pytest.raises(ValueError, match="4 on the query side") as caught:
+            call()
+        assert "ragged" not in str(caught.value)
+    assert ".tobsr(blocksize=(64, 64))" in str(caught.value)
+    with pytest.raises(ValueError, match="column 5") as caught:
+        BlockMask.from_csr([0, 1], [5], (1, 3), UNIFORM)
+    assert "counts" not in str(caught.value)
 
 
 def test_duplicate_bsr_blocks_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,12 +154,24 @@ def test_what_is_no_array_is_refused(array: Any, error: type[Exception], words: 
     assert "Fix: " in str(caught.value)
 
 
+def assert_additive_masks_are_told_apart(build: Any) -> None:
+    with pytest.raises(TypeError, match="Fix: ") as caught:
+        build()
+    fix = str(caught.value).partition("Fix: ")[2]
+    assert "mask > 0 for floats of 0 and 1" in fix
+    assert "mask == 0 for an additive mask" in fix
+    assert "mask != 0" not in fix
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.complex64])
 def test_float_masks_and_indices_are_type_errors(dtype: Any) -> None:
     with pytest.raises(TypeError, match=f"`mask`: expected bool.*got dtype {np.dtype(dtype)}.*Fix"):
         BlockMask.from_dense(BLOCKS.astype(dtype), (64, 64))
     with pytest.raises(TypeError, match="`token_mask`: expected bool"):
         BlockMask.from_tokens(BLOCKS.astype(dtype), (64, 64))
+    assert_additive_masks_are_told_apart(
+        lambda: BlockMask.from_dense(BLOCKS.astype(dtype), (64, 64))
+    )
     floats = np.zeros(1, dtype)
     for indptr, indices, name in (([0, 1], floats, "indices"), (np.arange(2.0), [0], "indptr")):
         with pytest.raises(TypeError, match=f"`{name}`: expected integers"):
@@ -192,11 +205,18 @@ def test_bfloat16_tensors_of_torch_are_type_errors(kind: Any, monkeypatch: Any) 
     ):
         with pytest.raises(TypeError, match=f"`{name}`.*bools or integers.*torch.bfloat16.*Fix"):
             call(Tensor(BLOCKS))
+        if "mask" in name:
+            assert_additive_masks_are_told_apart(partial(call, Tensor(BLOCKS)))
+        else:
+            with pytest.raises(TypeError, match="Fix: convert it to integers"):
+                call(Tensor(BLOCKS))
 
 
 def test_bfloat16_arrays_are_type_errors() -> None:
-    with pytest.raises(TypeError, match=r"`mask`.*bools or integers.*dtype bfloat16.*mask != 0"):
-        BlockMask.from_dense(BLOCKS.astype(ml_dtypes.bfloat16), (64, 64))
+    mask = BLOCKS.astype(ml_dtypes.bfloat16)
+    with pytest.raises(TypeError, match=r"`mask`.*bools or integers.*dtype bfloat16"):
+        BlockMask.from_dense(mask, (64, 64))
+    assert_additive_masks_are_told_apart(lambda: BlockMask.from_dense(mask, (64, 64)))
 
 
 def test_bool_indices_are_type_errors() -> None:
@@ -204,11 +224,20 @@ def test_bool_indices_are_type_errors() -> None:
         as_integers(np.ones(3, bool), "indices")
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(2, np.uint8), (255, np.uint8), (-1, np.int64)])
-def test_integers_other_than_0_and_1_are_refused(value: int, dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("value", "dtype", "fix"),
+    [
+        (2, np.uint8, "mask != 0"),
+        (255, np.uint8, "mask != 0"),
+        (-1, np.int64, "mask == 0"),
+        (-10_000, np.int32, "mask == 0"),
+    ],
+)
+def test_integers_other_than_0_and_1_are_refused(value: int, dtype: Any, fix: str) -> None:
     array = np.zeros((2, 2), dtype)
     array[1, 0] = value
-    with pytest.raises(ValueError, match=f"`mask`: expected only 0 and 1, got .*{value}.*Fix"):
+    words = f"`mask`: expected only 0 and 1, got .*{value}.*Fix.*{fix}"
+    with pytest.raises(ValueError, match=words):
         BlockMask.from_dense(array, (64, 64))
 
 
