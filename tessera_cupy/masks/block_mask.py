@@ -219,7 +219,8 @@ class BlockMask(BlockGrid):
 
         Raises:
             TypeError: something else than BSR matrices.
-            ValueError: matrices that disagree, or a block listed twice in a row.
+            ValueError: matrices that disagree, an illegal blocksize, or a block listed twice in
+                a row.
         """
         entries, heads, block_size, num_blocks = readers.bsr_entries(bsr)
         grid = resolve_grid(num_blocks, 1, heads, block_size, shape, None, None)
@@ -231,7 +232,7 @@ class BlockMask(BlockGrid):
 
         Args:
             token_mask: bool or 0/1 integers, (B, H, sq, skv), (H, sq, skv) or (sq, skv).
-            block_size: as in :meth:`from_dense`.
+            block_size: (bq, bkv) in tokens, multiples of 8 from 16 to 384.
 
         Raises:
             TypeError: a dtype that is no mask.
@@ -338,7 +339,7 @@ class BlockMask(BlockGrid):
         follows = np.zeros(self.nnz + 1, np.bool_)
         np.equal(self.indices[1:], self.indices[:-1] + 1, out=follows[1:-1])
         follows[self.indptr] = False  # the first block of a row follows none
-        return np.count_nonzero(follows[1:] | follows[:-1]) / self.nnz
+        return int(np.count_nonzero(follows[1:] | follows[:-1])) / self.nnz
 
     def _arrays(self) -> list[NDArray[Any]]:
         arrays: list[NDArray[Any]] = [self.indptr, self.indices, self.partial, self.token_bits]

@@ -453,6 +453,22 @@ def test_summary_by_hand() -> None:
     assert s["kernel"]["smem_bytes"] == plan.config.smem_bytes
 
 
+def test_a_summary_holds_plain_values_only() -> None:
+    mask = BlockMask.from_dense(np.array([[1, 1, 0], [0, 1, 1]]), (64, 64), (100, 150))
+    assert mask.run_coverage() == 1.0
+
+    def check(value: Any) -> None:
+        if isinstance(value, dict):
+            value = [*value, *value.values()]
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                check(item)
+        else:
+            assert type(value) in (str, int, float, bool, type(None)), value
+
+    check(make_plan(mask, SPEC).summary())
+
+
 def test_the_workspace_of_split_tiles_is_counted() -> None:
     mask = BlockMask.from_dense(np.ones((1, 64), bool), (64, 64))
     name = "attend_mma/q64k64/retain-pack/split"
