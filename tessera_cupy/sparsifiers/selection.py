@@ -21,18 +21,15 @@ def namespace(array: Any, argument: str) -> Any:
     """
     if isinstance(array, np.ndarray):
         return np
-    if type(array).__module__.split(".")[0] == "cupy":
+    library = type(array).__module__.split(".")[0]
+    if library == "cupy":
         import cupy
 
         return cupy
-    raise TypeError(
-        wrong(
-            argument,
-            "a NumPy or CuPy array",
-            type(array).__name__,
-            "convert with numpy.asarray or cupy.from_dlpack",
-        )
-    )
+    fix = "convert with numpy.asarray or cupy.from_dlpack"
+    if library == "torch":  # NumPy has no bfloat16 of torch
+        fix = f"pass cupy.from_dlpack({argument}) on a GPU, {argument}.float().numpy() on the host"
+    raise TypeError(wrong(argument, "a NumPy or CuPy array", type(array).__name__, fix))
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,7 @@ def select(
         A selection whose mask has a batch and head axis like ``q``'s.
 
     Raises:
-        TypeError: ``q`` or ``k`` is neither a NumPy nor a CuPy array.
+        TypeError: ``q`` or ``k`` is neither a NumPy nor a CuPy array, or ``grid`` no VideoGrid.
         ValueError: shapes that do not fit each other or the grid, ``keep`` outside 0 to 1.
 
     >>> rng = np.random.default_rng(0)
@@ -106,6 +106,15 @@ def _check(q: Any, k: Any, grid: VideoGrid, keep: float, xp: Any) -> None:
     if namespace(k, "k") is not xp:
         raise TypeError(
             wrong("k", f"a {xp.__name__} array, as q", type(k).__name__, "keep q and k together")
+        )
+    if not isinstance(grid, VideoGrid):
+        raise TypeError(
+            wrong(
+                "grid",
+                "a VideoGrid",
+                repr(grid),
+                "pass tessera_cupy.video.VideoGrid(frames, rows, columns)",
+            )
         )
     if q.ndim != 4 or q.shape[2] != grid.tokens:
         raise ValueError(

@@ -187,6 +187,18 @@ class TestWrongInput:
         with pytest.raises(TypeError, match="`q`: expected a NumPy or CuPy array, got list"):
             spade.select([1.0], [1.0], self.GRID)
 
+    def test_tensors_of_torch_are_told_a_way_that_serves_bfloat16(self) -> None:
+        tensor = type("Tensor", (), {"__module__": "torch"})()
+        words = r"got Tensor\. Fix: pass cupy\.from_dlpack\(q\).*q\.float\(\)\.numpy\(\)"
+        with pytest.raises(TypeError, match=words):
+            spade.select(tensor, tensor, self.GRID)
+
+    @pytest.mark.parametrize("grid", [(2, 4, 8), [2, 4, 8], 64, None])
+    def test_a_grid_that_is_none(self, grid: Any) -> None:
+        q = self.array(1, 1, 64, 8)
+        with pytest.raises(TypeError, match=r"`grid`: expected a VideoGrid.*VideoGrid\(frames"):
+            spade.select(q, q, grid)
+
     def test_permuting_another_shape(self) -> None:
         q = self.array(1, 2, 64, 8)
         chosen = spade.select(q, q, self.GRID)
