@@ -74,12 +74,15 @@ def framework(array: Any) -> str:
         return library
     if hasattr(array, "__dlpack__"):
         return "dlpack"
+    fix = "convert it, for example with cupy.asarray"
+    if isinstance(array, (tuple, list)):
+        fix += '; to plan from a shape alone, give make_plan an ArraySpec(shape, "bfloat16")'
     raise TypeError(
         wrong(
             "q, k, v, out",
             "CuPy, torch, JAX or NumPy arrays, or any array with DLPack",
             type(array).__name__,
-            "convert it, for example with cupy.asarray",
+            fix,
         )
     )
 

@@ -206,7 +206,7 @@ def make_request(
                 "k",
                 f"a number of heads that divides q's {q_heads}",
                 f"{kv_heads} heads",
-                "repeat KV heads until it does",
+                _other_layout(mask, q, k, layout) or "repeat KV heads until it does",
             )
         )
     if head_dim < 8 or head_dim % 8 or head_dim > MAX_HEAD_DIM:
@@ -215,9 +215,7 @@ def make_request(
                 "q",
                 f"a head dim that is a multiple of 8, from 8 to {MAX_HEAD_DIM}",
                 head_dim,
-                "pad q, k and v with zeros, keep sm_scale, and cut the result"
-                if head_dim < MAX_HEAD_DIM
-                else "use a smaller head dim",
+                _head_dim_fix(head_dim),
             )
         )
     if mask.shape != (sq, skv):
@@ -226,7 +224,7 @@ def make_request(
                 "mask",
                 f"{sq} query and {skv} key tokens, as in q and k",
                 f"a mask of {mask.shape[0]} query and {mask.shape[1]} key tokens",
-                _length_fix(mask, q, k, layout, (sq, skv)),
+                _other_layout(mask, q, k, layout) or _length_fix(mask, (sq, skv)),
             )
         )
     for axis, got, full in (("batch", mask.batch, batch), ("head", mask.heads, q_heads)):
@@ -242,14 +240,30 @@ def make_request(
     return Request(arch, batch, q_heads, kv_heads, sq, skv, head_dim, dtype, layout)
 
 
-def _length_fix(mask: BlockMask, q: Any, k: Any, layout: str, lengths: tuple[int, int]) -> str:
+def _head_dim_fix(head_dim: int) -> str:
+    if head_dim < 1:
+        return "give each token at least 8 elements; the last axis is the head dim"
+    if head_dim > MAX_HEAD_DIM:
+        return "use a smaller head dim"
+    # The default scale would be that of the padded head dim.
+    return (
+        f"pad q, k and v with zeros, pass sm_scale=1/sqrt({head_dim}) or your own, and cut the "
+        "result"
+    )
+
+
+def _other_layout(mask: BlockMask, q: Any, k: Any, layout: str) -> str | None:
+    """The advice to pass the other layout, where the arrays would fit in it."""
     other = LAYOUTS[1 - LAYOUTS.index(layout)]
-    keys = q if k is None else k
-    if (
-        sizes(tuple(q.shape), other, "q")[2],
-        sizes(tuple(keys.shape), other, "k")[2],
-    ) == mask.shape:
-        return f'pass layout="{other}"'
+    _, q_heads, sq, _ = sizes(tuple(q.shape), other, "q")
+    kv_heads, skv = q_heads, mask.shape[1]
+    if k is not None:
+        _, kv_heads, skv, _ = sizes(tuple(k.shape), other, "k")
+    fits = (sq, skv) == mask.shape and kv_heads > 0 and q_heads % kv_heads == 0
+    return f'pass layout="{other}"' if fits else None
+
+
+def _length_fix(mask: BlockMask, lengths: tuple[int, int]) -> str:
     if all(
         0 < have - want < b
         for have, want, b in zip(mask.shape, lengths, mask.block_size, strict=True)

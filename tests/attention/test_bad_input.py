@@ -85,6 +85,46 @@ def test_head_dims_without_a_kernel(dim: int) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dim", [4, 31, 60, 100])
+def test_the_advice_for_other_head_dims_gives_their_attention(dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    q, k, v = (rng.standard_normal((1, 4, 128, dim), np.float32) for _ in range(3))
+    refused(ValueError, "pad q, k and v with zeros", f"pass sm_scale=1/sqrt({dim})",
+            "cut the result", q=q, k=k, v=v)  # fmt: skip
+    padded = (np.pad(x, [(0, 0)] * 3 + [(0, -dim % 8)]) for x in (q, k, v))
+    out = block_sparse_attention(*padded, MASK, sm_scale=1 / np.sqrt(dim))[..., :dim]
+    weights = np.exp(q @ k.swapaxes(2, 3) / np.sqrt(dim))
+    expected = weights @ v / weights.sum(axis=3, keepdims=True)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_dim_of_nothing_is_not_padded() -> None:
+    with pytest.raises(ValueError, match=r"head dim.*got 0\..*at least 8 elements") as caught:
+        block_sparse_attention(zeros(1, 4, 128, 0), zeros(1, 2, 128, 0), zeros(1, 2, 128, 0), MASK)
+    assert "pad" not in str(caught.value)
+
+
+def test_arrays_that_fit_in_the_other_layout() -> None:
+    mask = BlockMask.from_dense(np.ones((2, 3), bool), (64, 64), (100, 150))
+    q, k = zeros(1, 100, 4, 64), zeros(1, 150, 2, 64)
+    refused(ValueError, "`k`", "150 heads", 'Fix: pass layout="BSHD"', q=q, k=k, mask=mask)
+    with pytest.raises(ValueError, match=r'`mask`.*Fix: pass layout="BSHD"'):
+        make_plan(mask, q)
+    q, k = q.swapaxes(1, 2), k.swapaxes(1, 2)
+    refused(ValueError, 'Fix: pass layout="BHSD"', q=q, k=k, mask=mask, layout="BSHD")
+    # They fit in neither.
+    for tokens, heads in ((151, 2), (150, 3)):
+        k = zeros(1, tokens, heads, 64)
+        refused(ValueError, "`k`", "repeat KV heads", q=zeros(1, 100, 4, 64), k=k, mask=mask)
+
+
+@pytest.mark.parametrize("shape", [Q.shape, list(Q.shape)])
+def test_a_shape_in_place_of_an_array(shape: Any) -> None:
+    for arrays in ((shape,), (Q, shape), (Q, K, shape)):
+        with pytest.raises(TypeError, match=rf"got {type(shape).__name__}.*ArraySpec\(shape,"):
+            make_plan(MASK, *arrays)
+
+
 def test_sizes_that_disagree() -> None:
     refused(ValueError, "`k`", "head dim of 64", q=Q, k=zeros(1, 2, 128, 72))
     refused(ValueError, "`v`", "(1, 2, 128, 32)", v=zeros(1, 2, 128, 32))
