@@ -460,6 +460,18 @@ def test_build_refuses_a_folder_that_cannot_be_written(
     assert str(tmp_path / "file") in line
 
 
+@pytest.mark.parametrize("action", ["status", "verify", "clear"])
+@pytest.mark.parametrize("name", ["file", "x" * 300])
+def test_a_cache_that_is_no_folder_is_one_error(
+    action: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TESSERA_CACHE_DIR", str(tmp_path / name))
+    line = one_line_error(["cache", action], capsys)
+    assert line.startswith(f"tessera-cupy: The kernel cache {tmp_path / name} cannot be used: ")
+    assert "Fix: let TESSERA_CACHE_DIR name a folder" in line
+
+
 def test_build_without_nvrtc_is_one_error(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -18,7 +18,7 @@ from rich.text import Text
 from tessera_cupy.cli import gpu
 from tessera_cupy.cli.output import Commands, Output, add_json, size
 from tessera_cupy.errors import NoGpuError, TesseraError, wrong
-from tessera_cupy.kernels import toolchain
+from tessera_cupy.kernels import roots, toolchain
 from tessera_cupy.kernels.arch import ARCHS, arch_for, get_arch
 from tessera_cupy.kernels.cache import KernelCache, default_cache
 from tessera_cupy.kernels.catalog import DTYPES, KernelConfig, catalog, find
@@ -162,8 +162,7 @@ def _writable(cache: KernelCache, archs: Iterable[str]) -> Path:
         usable = root is not None and all(cache.usable_root(arch) == root for arch in archs)
     if root is None or not usable:
         raise TesseraError(
-            f"The kernel cache {root or '(no home folder)'} cannot be written. "
-            "Fix: let TESSERA_CACHE_DIR name a folder that you own and can write."
+            f"The kernel cache {root or '(no home folder)'} cannot be written. Fix: {roots.FIX}."
         )
     return root
 

@@ -2,7 +2,8 @@
 
 The root is ``$TESSERA_CACHE_DIR``, or ``tessera-cupy`` in the user's cache folder. Where it
 cannot be used, one warning is given and the process builds what it needs in a private
-temporary folder that goes away with it. ``TESSERA_NO_JIT=1`` forbids compiling.
+temporary folder that goes away with it. ``TESSERA_NO_JIT=1`` forbids compiling; 0, false, no
+and off are as if it were not set.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tessera_cupy.kernels.specialise import read_sources, source
 #: Longest wait for another process that compiles the same kernel, seconds.
 LOCK_SECONDS = 300.0
 
+_OFF = ("", "0", "false", "no", "off")
 _FOLDER = re.compile(r"([a-z0-9_]+)\.([0-9a-f]{16})")
 
 
@@ -93,7 +95,7 @@ class KernelCache:
         path, reason = self._find(config)
         if path is not None:
             return path
-        if os.environ.get("TESSERA_NO_JIT", "0") not in ("", "0"):
+        if os.environ.get("TESSERA_NO_JIT", "").strip().lower() not in _OFF:
             reason = reason or str(self.root or "there is no home folder")
             raise KernelMissingError(
                 f"Kernel {config.name} for {config.arch} is not in the cache ({reason}), and "
@@ -171,6 +173,9 @@ class KernelCache:
         """Every kernel that is in the cache, of whatever version, by architecture and name.
 
         Only looks at names and sizes; :meth:`verify` reads the files.
+
+        Raises:
+            OSError: the root is no folder.
         """
         versions = list(_versions())
         found = []
@@ -194,6 +199,9 @@ class KernelCache:
         Returns:
             What is wrong, by folder; empty when all is well. :meth:`get` would compile a
             damaged kernel anew, and leave another user's alone.
+
+        Raises:
+            OSError: the root is no folder.
         """
         found: dict[Path, str] = {}
         for folder, _, _ in self._folders():
@@ -214,17 +222,27 @@ class KernelCache:
 
         Raises:
             ValueError: an unknown architecture.
-            OSError: a kernel cannot be removed.
+            OSError: the root is no folder, or a kernel cannot be removed; all others are.
         """
         only = None if arch is None else get_arch(arch).name
         folders = [folder for folder, _, _ in self._folders()]
         if self.root is not None:
-            folders += [left for arch in ARCHS for left in entry.unfinished(self.root / arch)]
-        removed = 0
+            left = (path for arch in ARCHS for path in entry.unfinished(self.root / arch))
+            folders += [path for path in left if _FOLDER.fullmatch(path.name)]
+        removed, kept = 0, []
         for folder in folders:
-            if only in (None, folder.parent.name):
+            if only not in (None, folder.parent.name):
+                continue
+            try:
                 with _locked(folder):
                     removed += entry.remove(folder)
+            except OSError as error:
+                kept.append(error)
+        if kept:
+            raise OSError(
+                f"{removed} kernels were removed, {len(kept)} cannot be: {kept[0]}. Fix: remove "
+                "what is there by hand."
+            ) from kept[0]
         return removed
 
     @cached_property
@@ -249,11 +267,11 @@ class KernelCache:
 
     def _folders(self) -> Iterator[tuple[Path, str, str]]:
         """Folder, name and digest of every entry; nothing else in the root is looked at."""
-        if self.root is None:
+        if self.root is None or not roots.check(self.root):
             return
         for folder in sorted(self.root.glob("sm_*/*.*")):
             match = _FOLDER.fullmatch(folder.name)
-            if match is not None:
+            if match is not None and folder.is_dir():
                 yield folder, match[1], match[2]
 
     def _build_command(self, config: KernelConfig) -> str:
@@ -269,7 +287,7 @@ class KernelCache:
             self._warned = True
         warnings.warn(
             f"The kernel cache cannot be used: {reason}. Kernels are compiled for this process "
-            "only. Fix: let TESSERA_CACHE_DIR name a folder that you own and can write.",
+            f"only. Fix: {roots.FIX}.",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -116,15 +116,14 @@ def write(
     }
     temporary = _temporary(folder)
     # Under the lock, whatever bears this name was left behind by a process that was killed.
-    shutil.rmtree(temporary, ignore_errors=True)
+    _clear_away(temporary)
     temporary.mkdir(mode=0o700)
     try:
         _write(temporary / SOURCE, text.encode())
         _write(temporary / CUBIN, result.cubin)
         _write(temporary / META, json.dumps(meta, indent=1).encode())
         _sync(temporary)
-        if folder.exists():
-            shutil.rmtree(folder)  # a damaged entry
+        _clear_away(folder)  # a damaged entry
         temporary.rename(folder)
         _sync(folder.parent)
     except BaseException:
@@ -141,11 +140,8 @@ def remove(folder: Path) -> bool:
     Raises:
         OSError: it cannot be removed.
     """
-    shutil.rmtree(_temporary(folder), ignore_errors=True)
-    if not folder.exists():
-        return False
-    shutil.rmtree(folder)
-    return True
+    _clear_away(_temporary(folder))
+    return _clear_away(folder)
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -158,6 +154,18 @@ def unfinished(folder: Path) -> list[Path]:
 def _temporary(folder: Path) -> Path:
     """Where an entry is written before it is whole."""
     return folder.with_name(_TEMPORARY.format(folder.name))
+
+
+def _clear_away(path: Path) -> bool:
+    """Remove a folder, or a file or link in its place; whether there was anything."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+        return True
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _check_owner(path: Path) -> None:

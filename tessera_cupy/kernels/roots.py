@@ -5,11 +5,15 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from pathlib import Path
 
 from platformdirs import user_cache_path
+
+#: What to do about a root that cannot be used.
+FIX = "let TESSERA_CACHE_DIR name a folder that you own and can write"
 
 _private: tuple[int, Path] | None = None
 _making = threading.Lock()
@@ -18,19 +22,38 @@ _making = threading.Lock()
 def user_root() -> Path | None:
     """``$TESSERA_CACHE_DIR``, or ``tessera-cupy`` in the user's cache folder.
 
+    A ``~`` in front stands for the home folder, also where no shell has seen the variable.
+
     Returns:
         None when there is no home folder.
     """
     given = os.environ.get("TESSERA_CACHE_DIR")
-    if given:
-        return Path(given).absolute()
     try:
+        if given:
+            return Path(given).expanduser().absolute()
         path = user_cache_path("tessera-cupy")
     except RuntimeError:
         return None
     # Older versions of platformdirs answer "~/.cache/..." without a home, which would be made
     # in the current folder.
     return path if path.is_absolute() else None
+
+
+def check(root: Path) -> bool:
+    """Whether the folder of the cache is there.
+
+    Raises:
+        OSError: something is there that is no folder, or nothing of that name can be.
+    """
+    try:
+        if stat.S_ISDIR(root.stat().st_mode):
+            return True
+        reason = "it is no folder"
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise OSError(f"The kernel cache {root} cannot be used: {reason}. Fix: {FIX}.")
 
 
 def make(root: Path, arch: str) -> Path:

@@ -523,7 +523,7 @@ def test_no_jit_says_that_an_entry_is_damaged(
     assert path.stat().st_size == 10
 
 
-@pytest.mark.parametrize("value", ["", "0"])
+@pytest.mark.parametrize("value", ["", "0", "false", "No", "OFF", " 0 "])
 def test_no_jit_can_be_switched_off(
     root: Path, sources: Path, config: KernelConfig, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,6 +592,91 @@ def test_clear_removes_what_a_killed_process_left(
     leftover.mkdir(parents=True)
     assert KernelCache(root, sources).clear() == 0
     assert not leftover.exists()
+
+
+def test_a_file_with_the_name_of_a_kernel_is_none(
+    root: Path, sources: Path, config: KernelConfig
+) -> None:
+    cache = KernelCache(root, sources)
+    path = cache.get(config)
+    stray = root / "sm_80" / f"attend.{'0' * 16}"
+    stray.write_text("mine")
+    assert [found.path for found in cache.status()] == [path.parent]
+    assert cache.verify() == {}
+    assert cache.clear() == 1
+    assert cache.status() == []
+    assert stray.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_in_the_place_of_a_kernel_gives_way(
+    root: Path, sources: Path, config: KernelConfig, kind: str, tmp_path: Path
+) -> None:
+    cache = KernelCache(root, sources)
+    folder = root / "sm_80" / f"{config.name}.{cache.digest(config, toolchain.version())}"
+    folder.parent.mkdir(parents=True)
+    for place in (folder, folder.with_name(f".{folder.name}.tmp")):
+        if kind == "file":
+            place.write_text("")
+        else:
+            place.symlink_to(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.get(config).parent == folder
+    assert not folder.is_symlink()
+    assert sources.is_dir()
+    assert cache.verify() == {}
+
+
+def test_clear_goes_on_after_a_kernel_that_cannot_be_removed(
+    root: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = KernelCache(root, sources)
+    paths = sorted(cache.get(c).parent for c in (*catalog("sm_80")[-2:], catalog("sm_90a")[-1]))
+    real = shutil.rmtree
+
+    def refuses(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path == paths[0]:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", refuses)
+    words = r"2 kernels were removed, 1 cannot be: .*Permission denied.*\. Fix: "
+    with pytest.raises(OSError, match=words):
+        cache.clear()
+    assert [found.path for found in cache.status()] == paths[:1]
+
+
+def test_clear_leaves_a_folder_beside_which_something_unfinished_lies(root: Path) -> None:
+    mine = root / "sm_80" / "mine"
+    mine.mkdir(parents=True)
+    (root / "sm_80" / ".mine.tmp").mkdir()
+    assert KernelCache(root).clear() == 0
+    assert mine.is_dir()
+    assert (root / "sm_80" / ".mine.tmp").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["long", "file", "below a file"])
+def test_a_root_that_can_be_none_is_said_to_be_none(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").write_text("")
+    name, reason = {
+        "long": ("x" * 300, "File name too long"),
+        "file": ("file", "it is no folder"),
+        "below a file": ("file/cache", "Not a directory"),
+    }[kind]
+    cache = KernelCache(tmp_path / name)
+    words = f"The kernel cache .*{name} cannot be used: {reason}. Fix: let TESSERA_CACHE_DIR"
+    for look in (cache.status, cache.verify, cache.clear):
+        with pytest.raises(OSError, match=words):
+            look()
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TESSERA_CACHE_DIR", "~/kernels")
+    assert KernelCache().root == tmp_path / "kernels"
+    monkeypatch.setenv("TESSERA_CACHE_DIR", "~nobody-of-this-name/kernels")
+    assert KernelCache().root is None
 
 
 def test_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
