@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,7 @@ def choose(
         if config is not None:
             return spec, config, PlanChoice(name, why, tuple(passed_over))
         passed_over.append((spec.name, reason))
-    reasons = "; ".join(f"{plan}: {reason}" for plan, reason in passed_over)
-    raise not_eligible(", ".join(plan for plan, _ in passed_over), reasons, request)
+    raise _none_of(passed_over, request)
 
 
 def checked_regime(regime: Any) -> str | PlanSpec | Table:
@@ -121,13 +121,17 @@ def eligible(
 
 
 def not_eligible(plan: str, reason: str, request: Request) -> PlanNotEligibleError:
-    """The error for plans that cannot serve a request."""
+    """The error for a plan that cannot serve a request."""
+    return _none_of([(plan, reason)], request)
+
+
+def _none_of(refused: Iterable[tuple[str, str]], request: Request) -> PlanNotEligibleError:
     return PlanNotEligibleError(
         wrong(
             "regime",
             f"a plan that can serve {request.q_heads} heads of {request.head_dim} in "
             f"{request.dtype} on {request.arch.name}",
-            f"{plan} ({reason})",
+            "; ".join(f"{plan} ({reason})" for plan, reason in refused),
             'use "auto"',
         )
     )

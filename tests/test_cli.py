@@ -237,14 +237,28 @@ def test_plan_takes_grouped_heads(mask_file: Path, capsys: Capture) -> None:
     assert "`--heads-kv`: expected a number of heads that divides q's 3, got 2" in line
 
 
-@pytest.mark.parametrize("regime", ["foo", "attend_mma/q64k64/foo-pack/rows"])
+@pytest.mark.parametrize(
+    ("regime", "part"),
+    [
+        ("foo", "expected kernel/q<rows>k<columns>/<q mapping>-<kv mapping>/<organization>"),
+        ("attend_mna/q64k64/retain-pack/rows", "`kernel`: expected one of attend_mma, "),
+        ("attend_mma/q60k64/retain-pack/rows", "`tile_q`: expected a multiple of 8"),
+        ("attend_mma/q64k64/foo-pack/rows", "`q`: expected one of retain, merge, "),
+        ("attend_mma/q64k64/retain-foo/rows", "`kv`: expected one of retain, merge, "),
+        ("attend_mma/q64k64/retain-pack/foo", "'foo'"),
+    ],
+)
 def test_plan_lists_the_plans_for_a_name_that_is_none(
-    regime: str, mask_file: Path, capsys: Capture
+    regime: str, part: str, mask_file: Path, capsys: Capture
 ) -> None:
     arguments = ["plan", "--mask", str(mask_file), "--block", "64", "64", "--arch", "sm_89"]
     line = one_line_error([*arguments, "--regime", regime], capsys)
     assert line.startswith("tessera-cupy: `--regime`: expected auto or a plan's name")
-    assert f"got '{regime}'" in line
+    assert f"got '{regime}' (" in line
+    got, _, fix = line.partition(". Fix: ")
+    assert part in got.split(f"'{regime}' (")[1]
+    assert "regroup" in fix
+    assert "Fix: " not in fix
     for spec in load_for("sm89").plans():
         assert spec.name in line
 
@@ -273,6 +287,13 @@ def test_plan_names_the_option_that_is_wrong(
 def test_plan_without_a_gpu_or_arch(mask_file: Path, no_gpu: None, capsys: Capture) -> None:
     assert main(["plan", "--mask", str(mask_file), "--block", "64", "64"]) == 0
     assert " for sm_90a\n" in capsys.readouterr().out
+
+
+def test_plan_says_what_it_is_for_without_a_gpu(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: that of the GPU here, sm_90a without one)" in text
 
 
 def test_plan_is_for_the_gpu_that_is_here(

@@ -129,6 +129,31 @@ def test_advice_against_two_cupys(
     assert any("cupy-cuda12x and cupy-cuda13x share one import name" in line for line in advice)
 
 
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        ({"cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"}, set()),
+        ({"cupy", "nvidia-cuda-nvrtc"}, set()),
+        (
+            {"torch"},
+            {"cupy", "cupy-cuda12x", "cupy-cuda13x"}
+            | {"nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"},
+        ),
+    ],
+)
+def test_what_another_distribution_stands_in_for_is_not_missing(
+    there: set[str],
+    missing: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(env, "_installed", lambda name: "1.0" if name in there else None)
+    line = text_of(capsys).split(" not installed ")[1].split(" CuPy ")[0]
+    named = set(line.split(", "))
+    assert {name for name in named if "cupy" in name or "nvrtc" in name} == missing
+    assert "jax" in named
+
+
 class Driver:
     """As much of libcuda as is asked for: one GPU, or an error from one function."""
 

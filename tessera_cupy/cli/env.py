@@ -39,6 +39,7 @@ PACKAGES = (
     "scikit-video",
 )
 _CUPY = ("cupy", "cupy-cuda12x", "cupy-cuda13x")
+_NVRTC = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")
 
 
 def add_to(commands: Commands) -> None:
@@ -186,8 +187,7 @@ def _text(report: Mapping[str, Any]) -> Group:
         "Python": _say(report["python"]),
     }
     rows |= {name: _say(found) for name, found in report["packages"].items() if found}
-    missing = [name for name, found in report["packages"].items() if not found]
-    rows["not installed"] = ", ".join(missing)
+    rows["not installed"] = ", ".join(_missing(report["packages"]))
     rows["CuPy"] = _say(report["cupy"], "{version}, CUDA runtime {cuda_runtime}")
     rows["NVRTC"] = _say(report["nvrtc"])
     rows["driver"] = _say(report["driver"], "up to CUDA {cuda}")
@@ -204,6 +204,16 @@ def _text(report: Mapping[str, Any]) -> Group:
     advice = report["advice"]
     lines = [_say(advice)] if _failed(advice) else advice
     return Group(facts(rows), *(Padding(Text(line), (1, 0, 0, 0)) for line in lines))
+
+
+def _missing(packages: Mapping[str, Any]) -> list[str]:
+    """What is not installed, but for what another distribution of the same library stands in."""
+    covered = [names for names in (_CUPY, _NVRTC) if any(packages[name] for name in names)]
+    return [
+        name
+        for name, found in packages.items()
+        if not found and not any(name in names for names in covered)
+    ]
 
 
 def _say(value: Any, form: str = "{}") -> str:

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tessera_cupy.attention import HOST_ARCH
 from tessera_cupy.cli import gpu
 from tessera_cupy.cli.output import Commands, Output, add_json
 from tessera_cupy.errors import NoGpuError, wrong
@@ -61,9 +62,15 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
-    parser.add_argument("--arch", help=f"of {', '.join(ARCHS)} (default: that of the GPU here)")
     parser.add_argument(
-        "--regime", default="auto", help="auto looks it up in the profile table; or a plan's name"
+        "--arch",
+        help=f"of {', '.join(ARCHS)} (default: that of the GPU here, {HOST_ARCH} without one)",
+    )
+    parser.add_argument(
+        "--regime",
+        default="auto",
+        metavar="PLAN",
+        help="auto looks it up in the profile table; or a plan's name, of the table or not",
     )
     parser.add_argument(
         "--explain", action="store_true", help="say why, and what else was considered"
@@ -79,7 +86,7 @@ def _count(text: str) -> int:
 
 
 def _run(args: argparse.Namespace, output: Output) -> int:
-    from tessera_cupy.attention import HOST_ARCH, make_plan
+    from tessera_cupy.attention import make_plan
     from tessera_cupy.explain import brief
     from tessera_cupy.masks import BlockMask
     from tessera_cupy.request import ArraySpec
@@ -111,7 +118,9 @@ def _options_named() -> Iterator[None]:
 
 
 def _check_regime(name: str, table: str) -> None:
-    """Refuse a name that no plan has, with the names that the profile table ranks."""
+    """Refuse a name that no plan has: which part is wrong, and what the profile table ranks."""
+    from tessera_cupy.mapping.kv_side import KvSide
+    from tessera_cupy.mapping.q_side import QSide
     from tessera_cupy.regimes import PlanSpec, load_for
 
     if name == "auto":
@@ -121,8 +130,13 @@ def _check_regime(name: str, table: str) -> None:
     except ValueError as error:
         plans = ", ".join(plan.name for plan in load_for(table).plans())
         expected = "auto or a plan's name, kernel/tile/mapping/organization"
-        fix = f"take auto, or a plan of the table {table}: {plans}"
-        raise ValueError(wrong("regime", expected, repr(name), fix)) from error
+        reason = str(error).partition(". Fix: ")[0]
+        fix = (
+            f"take auto, or a plan of the table {table}: {plans}. Plans that it does not rank may "
+            f"be named too; mappings are of {', '.join(get_args(QSide))} for Q and "
+            f"{', '.join(get_args(KvSide))} for KV"
+        )
+        raise ValueError(wrong("regime", expected, f"{name!r} ({reason})", fix)) from error
 
 
 def _arch_here() -> str | None:

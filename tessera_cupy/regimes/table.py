@@ -159,12 +159,21 @@ class Table:
 
 
 def load_table(path: str | Path) -> Table:
-    """Load a profile table.
+    """Load a profile table from a file; :func:`load_for` loads a shipped one by name.
 
     Raises:
-        TableError: the file is missing or wrong; the message names file, line and field.
+        TableError: the file is missing, or it is wrong; then the message names file, line and
+            field.
     """
-    return Table(read_document(Path(path)))
+    path = Path(path)
+    if not path.is_file():
+        got = f"{str(path)!r}, {'a folder' if path.is_dir() else 'where there is no file'}"
+        fix = "check the path"
+        if str(path) in _shipped():
+            shipped = plans_dir() / f"{path}.yaml"
+            fix = f'call tessera_cupy.regimes.load_for("{path}"), or give "{shipped}"'
+        raise TableError(wrong("path", "the path of a profile table, a .yaml file", got, fix))
+    return Table(read_document(path))
 
 
 @cache
@@ -175,12 +184,15 @@ def load_for(name: str) -> Table:
         ValueError: there is no table of that name.
         TableError: the table is wrong.
     """
-    folder = plans_dir()
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    known = _shipped()
     if name not in known:
         expected = f"one of {', '.join(known)}"
         raise ValueError(wrong("name", expected, repr(name), "name a table that is shipped"))
-    return load_table(folder / f"{name}.yaml")
+    return load_table(plans_dir() / f"{name}.yaml")
+
+
+def _shipped() -> list[str]:
+    return sorted(path.stem for path in plans_dir().glob("*.yaml"))
 
 
 def _class_bounds(intervals: Iterable[Interval]) -> tuple[float, ...]:

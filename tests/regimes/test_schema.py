@@ -260,11 +260,34 @@ def test_files_that_are_not_yaml(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path):
     refused_path = tmp_path / "toy.yaml"
-    with pytest.raises(TableError, match=r"toy\.yaml, line 1, field `file`.*a readable file"):
+    with pytest.raises(TableError, match=r"`path`: .* a profile table, .*toy\.yaml', where there"):
         load_table(refused_path)
     refused_path.mkdir()
-    with pytest.raises(TableError, match="a readable file"):
+    with pytest.raises(TableError, match=r"`path`: .*toy\.yaml', a folder\. Fix: check the path"):
         load_table(str(refused_path))
+
+
+def test_the_name_of_a_shipped_table_is_no_path():
+    with pytest.raises(TableError) as caught:
+        load_table("sm90")
+    message = str(caught.value)
+    assert "`path`: expected the path of a profile table, a .yaml file, got 'sm90'" in message
+    assert 'load_for("sm90")' in message
+    shipped = message.split('give "')[1].split('"')[0]
+    assert load_table(shipped).document.arch == "sm90"
+    assert "line" not in message
+
+
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+    path = tmp_path / "toy.yaml"
+    path.write_text(TABLE)
+
+    def refuses(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "read_text", refuses)
+    with pytest.raises(TableError, match="a readable file, got Permission denied"):
+        load_table(path)
 
 
 def test_the_pure_python_parser_says_the_same(tmp_path, monkeypatch):
