@@ -1,0 +1,445 @@
+"""``tiles.cu`` on the CPU, against the planner: lists, steps, tasks, merges, outputs too small."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tessera_cupy import BlockMask
+from tessera_cupy.kernels.builders import TILE_COUNTS, TILES_PARAMS, TileBuild
+from tessera_cupy.kernels.cache import default_cache
+from tessera_cupy.kernels.catalog import TILE_KERNELS, tile_kernel
+from tessera_cupy.kernels.launch import packed_fragments, packed_tasks
+from tessera_cupy.mapping import Mapping, Tiles, TileShape, choose_slot, map_mask, why_not
+from tessera_cupy.organization import DeviceModel, Organization, Tasks, organize
+from tests.emulator.emulator import Array, build, call, compiler
+
+BLOCKS = [(16, 16), (32, 32), (64, 64), (64, 32), (128, 128), (128, 64), (96, 24), (384, 128)]
+TILES = [(64, 64), (128, 64), (128, 192)]
+Q_SIDES = ("retain", "split", "merge", "share")
+DEVICE = DeviceModel(sms=5, ctas_per_sm=2, l2_bytes=1 << 20)
+ARCH = "sm_90a"
+ERRORS = TILE_COUNTS.index("errors")
+
+Blocks = NDArray[np.bool_]
+
+
+@dataclass
+class Request:
+    """A mask, how its tiles are made, and who attends with it."""
+
+    mask: BlockMask
+    q_side: str
+    tile: tuple[int, int]
+    batch: int = 1
+    q_heads: int | None = None
+    kv_heads: int | None = None
+    kv_bytes: int = 1 << 20
+    device: DeviceModel = DEVICE
+    slot: int | None = None
+
+    @property
+    def heads(self) -> dict[str, int]:
+        q_heads = self.q_heads or self.mask.heads
+        return {
+            "batch": self.batch,
+            "q_heads": q_heads,
+            "kv_heads": self.kv_heads or q_heads,
+            "mask_batch": self.mask.batch,
+            "mask_heads": self.mask.heads,
+            "kv_bytes_per_head": self.kv_bytes,
+        }
+
+    def build(self, frag_capacity: int | None = None) -> TileBuild:
+        q, kv = self.tile
+        made = TileBuild(
+            self.q_side,
+            TileShape(q, kv, self.slot or choose_slot(self.mask, kv)),
+            self.mask.block_size,
+            sq=self.mask.shape[0],
+            skv=self.mask.shape[1],
+            device=self.device,
+            frag_capacity=0,
+            **self.heads,
+        )
+        room = made.most_fragments if frag_capacity is None else frag_capacity
+        return replace(made, frag_capacity=room)
+
+    def planned(self) -> tuple[Tiles, Tasks]:
+        tiles = map_mask(self.mask, Mapping(self.q_side, "pack"), *self.tile, self.slot)
+        organization = Organization(longest=True, split=True)
+        return tiles, organize(tiles, organization, device=self.device, **self.heads)
+
+
+@dataclass
+class Runner:
+    """Runs the three kernels; what they write comes back by name."""
+
+    folder: Path
+    seed: int = 1
+
+    def __call__(self, made: TileBuild, blocks: Blocks) -> dict[str, NDArray[Any]]:
+        self.seed += 1
+        shapes = made.arrays()
+        sizes = {n: int(np.prod(shape)) * dtype.itemsize for n, (shape, dtype) in shapes.items()}
+        bitmap = packed_bitmap(blocks)
+        sizes["bitmap"] = bitmap.nbytes
+        arrays = {
+            name: Array(name, size, at_end=bool((self.seed + i) % 2) and size % 16 == 0)
+            for i, (name, size) in enumerate(sizes.items())
+        }
+        arrays["bitmap"].bytes[:] = bitmap.reshape(-1).view(np.uint8)
+        arrays["bitmap"].seal()
+        params = made.params({name: array.data.ptr for name, array in arrays.items()})
+        for name in TILE_KERNELS:
+            config = tile_kernel(ARCH, name)
+            library = build(config, self.folder)
+            grid, threads = (made.grid(config),), 32 * config.warps
+            error = call(library, params, grid, threads, config.smem_bytes, self.seed)
+            assert error is None, f"{name}, seed {self.seed}: {error}"
+        assert [array.name for array in arrays.values() if not array.clean()] == []
+        return {
+            name: arrays[name].bytes.view(dtype).reshape(shape).copy()
+            for name, (shape, dtype) in shapes.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if compiler() is None:
+        pytest.skip("no g++ to build the emulator with")
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture
+def run(folder: Path) -> Runner:
+    return Runner(folder)
+
+
+def packed_bitmap(blocks: Blocks) -> NDArray[np.uint32]:
+    """(heads, nq, words): bit c % 32 of word c // 32 is block column c."""
+    heads, nq, nk = blocks.shape
+    words = np.zeros((heads, nq, -(-nk // 32) * 4), np.uint8)
+    packed = np.packbits(blocks, axis=-1, bitorder="little")
+    words[..., : packed.shape[-1]] = packed
+    return words.view(np.uint32)
+
+
+def random_blocks(seed: int, heads: int, nq: int, nk: int) -> Blocks:
+    """Rows from empty to full."""
+    rng = np.random.default_rng(seed)
+    density = rng.choice([0.0, 0.1, 0.3, 0.6, 0.95, 1.0], (heads, nq, 1))
+    return rng.random((heads, nq, nk)) < density
+
+
+def video_blocks(seed: int, heads: int, nq: int, nk: int) -> Blocks:
+    """A band, its repeats a frame apart, a few columns for all, and scattered blocks."""
+    rng = np.random.default_rng(seed)
+    distance = np.abs(np.arange(nq)[:, None] * nk // nq - np.arange(nk))
+    blocks = np.zeros((heads, nq, nk), np.bool_)
+    for head in blocks:
+        frame, width = rng.integers(5, 12), rng.integers(1, 3)
+        head |= np.minimum(distance % frame, -distance % frame) < width - (distance > 3 * frame)
+        head[:, rng.integers(0, nk, 2)] = True
+        head |= rng.random((nq, nk)) < 0.05
+    return blocks
+
+
+def masked(
+    blocks: Blocks, block_size: tuple[int, int], short: tuple[int, int] = (0, 0), batch: int = 1
+) -> BlockMask:
+    """The mask of (heads, nq, nk) blocks, of which the last are so many tokens short."""
+    heads, *grid = blocks.shape
+    shape = [n * size - cut for n, size, cut in zip(grid, block_size, short, strict=True)]
+    return BlockMask.from_dense(
+        blocks.reshape(batch, heads // batch, *grid), block_size, shape=shape
+    )
+
+
+def check_lists(got: dict[str, NDArray[Any]], tiles: Tiles) -> None:
+    assert np.array_equal(got["frag_offsets"], tiles.frag_offsets)
+    assert np.array_equal(got["tile_steps"], tiles.steps)
+    assert np.array_equal(got["tile_frags"], np.diff(tiles.frag_offsets))
+    want = packed_fragments(tiles)
+    assert np.array_equal(got["frags"][: len(want)], want)
+    assert (got["frags"][len(want) :] == 0xFFFFFFFF).all()
+
+
+def check_tasks(got: dict[str, NDArray[Any]], tiles: Tiles, tasks: Tasks) -> None:
+    counts = dict(zip(TILE_COUNTS, got["counts"].tolist(), strict=True))
+    merges = len(tasks.merge_tile)
+    assert counts == {
+        **dict.fromkeys(TILE_COUNTS, 0),
+        "fragments": len(tiles.frag_start),
+        "tasks": len(tasks),
+        "merges": merges,
+        "slots": tasks.slots,
+    }
+    want = packed_tasks(tiles, tasks)
+    assert got["tasks"][: len(tasks)].tolist() == want.tolist()
+    for name in ("merge_head", "merge_tile"):
+        assert np.array_equal(got[name][:merges], getattr(tasks, name))
+    assert np.array_equal(got["merge_offsets"][: merges + 1], tasks.merge_offsets)
+
+
+def check(run: Runner, request: Request, blocks: Blocks) -> Tasks:
+    tiles, tasks = request.planned()
+    got = run(request.build(), blocks)
+    check_lists(got, tiles)
+    check_tasks(got, tiles, tasks)
+    return tasks
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"q{tile[0]}k{tile[1]}")
+@pytest.mark.parametrize("block_size", BLOCKS, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_lists_and_tasks_are_the_planner_s(
+    run: Runner, block_size: tuple[int, int], tile: tuple[int, int]
+) -> None:
+    served = 0
+    for number, kind in enumerate((random_blocks, video_blocks)):
+        nq, nk = (7, 41) if block_size[0] > 64 else (21, 70)
+        blocks = kind(number, 2, nq, nk)
+        mask = masked(blocks, block_size, (11, 5) if number else (0, 0))
+        for q_side in Q_SIDES:
+            if why_not(Mapping(q_side, "pack"), mask, *tile) is None:
+                check(run, Request(mask, q_side, tile), blocks)
+                served += 1
+    assert served >= 2
+
+
+@pytest.mark.parametrize("q_side", Q_SIDES)
+@pytest.mark.parametrize("kind", ["empty", "full", "one block", "last block", "first head"])
+def test_masks_at_the_limits(run: Runner, q_side: str, kind: str) -> None:
+    blocks = np.zeros((2, 5, 33), np.bool_)
+    if kind == "full":
+        blocks[:] = True
+    elif kind == "first head":
+        blocks[0] = True
+    elif kind.endswith("block"):
+        at = 0 if kind == "one block" else -1
+        blocks[at, at, at] = True
+    block_size = (80, 24) if q_side == "split" else (16, 24)
+    mask = masked(blocks, block_size, (3, 17))
+    check(run, Request(mask, q_side, (64, 64)), blocks)
+
+
+@pytest.mark.parametrize("nk", [1, 31, 32, 33, 1023, 1024, 1025, 2100])
+def test_rows_of_any_length(run: Runner, nk: int) -> None:
+    """A warp takes 1024 columns at a time."""
+    for number, kind in enumerate((random_blocks, video_blocks)):
+        blocks = kind(number, 1, 6, nk)
+        mask = masked(blocks, (32, 16), (0, 3))
+        for q_side in ("retain", "merge", "share"):
+            check(run, Request(mask, q_side, (128, 192)), blocks)
+
+
+@pytest.mark.parametrize(("block", "slot"), [(48, 64), (96, 64), (80, 32), (384, 128)])
+def test_slots_that_do_not_divide_the_block(run: Runner, block: int, slot: int) -> None:
+    blocks = random_blocks(5, 2, 6, 40)
+    mask = masked(blocks, (64, block), (0, block - 9))
+    for q_side in ("retain", "share"):
+        check(run, Request(mask, q_side, (128, 128), slot=slot), blocks)
+
+
+def test_halves_with_a_block_in_common(run: Runner) -> None:
+    """Of two blocks of 24 rows in a tile of 64, the second lies in both halves."""
+    blocks = random_blocks(6, 1, 9, 50)
+    mask = masked(blocks, (24, 32), (5, 0))
+    check(run, Request(mask, "share", (64, 64)), blocks)
+
+
+def test_more_tiles_than_one_round_of_the_scan(run: Runner) -> None:
+    blocks = random_blocks(7, 1, 8200, 3)
+    blocks[0, 8193] = True
+    mask = masked(blocks, (16, 384))
+    device = DeviceModel(sms=800, ctas_per_sm=1, l2_bytes=1 << 20)
+    tasks = check(run, Request(mask, "retain", (64, 64), device=device), blocks)
+    assert len(tasks) > 8192
+
+
+def test_tiles_of_several_warps_of_the_scan(run: Runner) -> None:
+    blocks = random_blocks(10, 4, 400, 9)
+    for _ in range(8):
+        check(run, Request(masked(blocks, (16, 16)), "retain", (64, 64)), blocks)
+
+
+def test_more_groups_of_heads_than_warps(run: Runner) -> None:
+    blocks = video_blocks(8, 1, 12, 90)
+    mask = masked(blocks, (64, 64))
+    request = Request(mask, "retain", (64, 64), batch=3, q_heads=26, kv_heads=13)
+    made = request.build()
+    params = made.params(dict.fromkeys(("bitmap", *made.arrays()), 0)).view(TILES_PARAMS)
+    assert -(-params["pairs"] // params["group_pairs"]) == 3 * 13
+    check(run, request, blocks)
+
+
+def last_round(neighbour: int) -> tuple[Request, Blocks]:
+    """Eleven heads of one tile of 40 steps, each a group, on three CTAs; the last but one differs.
+
+    The last round has that one and the last, which alone may be cut.
+    """
+    blocks = np.zeros((11, 1, 40), np.bool_)
+    for head, count in zip(blocks, [40] * 9 + [neighbour, 40], strict=True):
+        head[0, :count] = True
+    device = DeviceModel(sms=3, ctas_per_sm=1, l2_bytes=1 << 20)
+    return Request(masked(blocks, (64, 64)), "retain", (64, 64), device=device), blocks
+
+
+@pytest.mark.parametrize(("neighbour", "parts"), [(18, 2), (36, 2), (37, 1), (40, 1)])
+def test_last_round_is_cut_in_its_group_where_a_tenth_is_gained(
+    run: Runner, neighbour: int, parts: int
+) -> None:
+    tasks = check(run, *last_round(neighbour))
+    assert len(tasks) == 10 + parts
+
+
+def random_request(seed: int) -> tuple[Request, Blocks]:
+    rng = np.random.default_rng(seed)
+
+    def one(*choices: Any) -> Any:
+        return choices[rng.integers(len(choices))]
+
+    batch, kv_heads, q_per_kv = one(1, 2), one(1, 2, 3), one(1, 2)
+    q_heads = kv_heads * q_per_kv
+    mask_batch, mask_heads = one(1, batch), one(1, q_heads)
+    blocks = one(random_blocks, video_blocks)(
+        seed, mask_batch * mask_heads, int(rng.integers(1, 20)), int(rng.integers(1, 500))
+    )
+    if one(True, False, False):
+        blocks &= rng.random(blocks.shape[:2])[..., None] < 0.1  # a few rows with all the work
+    mask = masked(blocks, (64, 32), (int(rng.integers(64)), int(rng.integers(32))), mask_batch)
+    device = DeviceModel(one(1, 3, 8), one(1, 2), one(0, 1 << 20, 3 << 20, 1 << 30))
+    return Request(
+        mask,
+        one("retain", "merge", "share"),
+        one((128, 64), (128, 64), (192, 192)),
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        device=device,
+    ), blocks
+
+
+def test_tasks_of_any_request(run: Runner) -> None:
+    """Groups, broadcast heads, split-K, last rounds that are cut and that are not."""
+    split, last_cut, last_whole = 0, 0, 0
+    for seed in range(80):
+        request, blocks = random_request(seed)
+        tasks = check(run, request, blocks)
+        split += bool((np.diff(tasks.merge_offsets) > 4).any())
+        # Parts of the last round come last, though those of a tile are no longer than its half.
+        tile = tasks.task_tile[-1] if len(tasks) else -1
+        cut = len(tasks) > 0 and tasks.task_slot[-1] >= 0
+        last_cut += bool(cut and (tasks.task_tile[-2:] == tile).all())
+        last_whole += not cut and len(tasks) % request.device.capacity != 0
+    assert min(split, last_cut, last_whole) >= 5, (split, last_cut, last_whole)
+
+
+@pytest.mark.parametrize("share_of_room", [0.0, 0.3, 0.99])
+@pytest.mark.parametrize("q_side", ["retain", "share"])
+def test_lists_that_do_not_fit_are_cut_off_and_flagged(
+    run: Runner, q_side: str, share_of_room: float
+) -> None:
+    blocks = random_blocks(9, 2, 9, 70)
+    request = Request(masked(blocks, (32, 32)), q_side, (64, 64))
+    tiles, _ = request.planned()
+    room = int(len(tiles.frag_start) * share_of_room)
+    got = run(request.build(room), blocks)
+    assert np.array_equal(got["frag_offsets"], tiles.frag_offsets)
+    assert np.array_equal(got["frags"], packed_fragments(tiles)[:room])
+    assert got["counts"].tolist() == [len(tiles.frag_start), 0, 0, 0, 4, 0, 0, 0]
+    assert (got["tasks"].view(np.uint8) == 0xFF).all()
+    exact = run(request.build(len(tiles.frag_start)), blocks)
+    assert exact["counts"][ERRORS] == 0
+    check_lists(exact, tiles)
+
+
+@dataclass(frozen=True)
+class Tight(TileBuild):
+    """A build whose outputs are smaller than they must be."""
+
+    tasks: int = 1 << 20
+    merges: int = 1 << 20
+
+    @property
+    def task_capacity(self) -> int:
+        return min(self.tasks, super().task_capacity)
+
+    @property
+    def merge_capacity(self) -> int:
+        return min(self.merges, super().merge_capacity)
+
+
+def test_tasks_that_do_not_fit_are_flagged(run: Runner) -> None:
+    blocks = random_blocks(3, 1, 14, 150)
+    request = Request(masked(blocks, (64, 32)), "retain", (64, 64), kv_bytes=1)
+    tiles, tasks = request.planned()
+    merges, extra = len(tasks.merge_tile), len(tasks) - len(tiles)
+    assert merges > 2
+    assert extra > 2
+    sizes = {name: getattr(request.build(), name) for name in TileBuild.__dataclass_fields__}
+    for tight in (
+        {"tasks": len(tasks) - 1},
+        {"tasks": len(tiles)},
+        {"tasks": 0},
+        {"merges": merges - 1},
+        {"merges": 0},
+    ):
+        got = run(Tight(**sizes, **tight), blocks)
+        check_lists(got, tiles)
+        assert got["counts"].tolist() == [len(tiles.frag_start), 0, 0, 0, 4, 0, 0, 0]
+    check_tasks(run(Tight(**sizes, tasks=len(tasks), merges=merges), blocks), tiles, tasks)
+
+
+def test_parts_of_the_last_round_that_do_not_fit_are_flagged(run: Runner) -> None:
+    request, blocks = last_round(18)
+    sizes = {name: getattr(request.build(), name) for name in TileBuild.__dataclass_fields__}
+    got = run(Tight(**sizes, tasks=11), blocks)
+    assert got["counts"].tolist() == [9 * 40 + 18 + 40, 0, 0, 0, 4, 0, 0, 0]
+    check_tasks(run(Tight(**sizes, tasks=12), blocks), *request.planned())
+
+
+@pytest.mark.parametrize("kernel", TILE_KERNELS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_kernels_compile_without_spills(arch: str, kernel: str) -> None:
+    path = default_cache().build(tile_kernel(arch, kernel))
+    assert json.loads(path.with_name("meta.json").read_text())["problems"] == []
+
+
+def test_no_result_depends_on_the_order_of_threads(run: Runner) -> None:
+    request, blocks = random_request(4)
+    first, *others = [run(request.build(), blocks) for _ in range(4)]
+    for other in others:
+        for name in set(first) - {"turns", "pair_slots"}:
+            assert first[name].tobytes() == other[name].tobytes(), name
+
+
+def test_room_for_every_mask_is_enough_and_not_too_much() -> None:
+    full = np.ones((2, 9, 70), np.bool_)
+    for q_side, block in (("retain", 64), ("split", 96), ("merge", 32), ("share", 32)):
+        request = Request(masked(full, (block, 48), (7, 40)), q_side, (64, 64))
+        tiles, _ = request.planned()
+        padding = 9 * len(tiles) if q_side == "share" else 0
+        assert request.build().most_fragments <= len(tiles.frag_start) + padding
+        assert request.build().tiles == len(tiles)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_side": "regroup"}, "`q_side`"),
+        ({"shape": TileShape(256, 64, 64)}, "`shape.q`"),
+        ({"device": DeviceModel(sms=4097, ctas_per_sm=1, l2_bytes=0)}, "`device.capacity`"),
+        ({"q_heads": 1 << 29, "sq": 1 << 10}, "tiles of all query heads"),
+    ],
+)
+def test_sizes_beyond_the_kernels_are_an_error(change: dict[str, Any], message: str) -> None:
+    made = Request(masked(np.ones((1, 4, 4), np.bool_), (64, 64)), "retain", (64, 64)).build()
+    with pytest.raises(ValueError, match=message):
+        replace(made, **change)
