@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tessera_cupy import ArraySpec, BlockMask, make_plan
-from tessera_cupy.kernels import launch
+from tessera_cupy.kernels import catalog, launch, tensor_maps
 from tessera_cupy.plan import Plan
 
 # Query blocks 0 and 2 have one list, 1 and 3 another.
@@ -102,3 +103,167 @@ def test_a_summary_has_the_bytes_that_are_uploaded(
     assert uploaded.tasks.nbytes == 48 * len(made.tasks())
     assert uploaded.fragments.nbytes == 8 * len(made.tiles().frag_start)
     assert made.summary()["bytes"]["plan"] == uploaded.nbytes
+
+
+# Launches
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """(kernel, grid, block, params) of each launch; tensor maps are told apart by their bytes."""
+    done: list[tuple[Any, ...]] = []
+
+    def load(config: Any, device: int) -> Any:
+        def kernel(grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
+            done.append((config.kernel, grid, block, args[0]))
+
+        return kernel
+
+    monkeypatch.setattr(launch, "load", load)
+    monkeypatch.setattr(
+        tensor_maps,
+        "encode",
+        lambda pointer, dtype, sizes, strides, box: np.frombuffer(
+            np.array([pointer, len(sizes), *sizes, *box] + [0] * 16, np.uint64)[:16].tobytes(),
+            tensor_maps.TENSOR_MAP,
+        )[0],
+    )
+    return done
+
+
+def attend(
+    made: Plan, capacity: int, *, pointers: dict[str, int], v_batch_stride: int | None = None
+) -> None:
+    r = made.request
+    operands = {}
+    for name, heads, rows in (
+        ("q", r.q_heads, r.sq),
+        ("k", r.kv_heads, r.skv),
+        ("v", r.kv_heads, r.skv),
+        ("o", r.q_heads, r.sq),
+    ):
+        head = rows * r.head_dim
+        batch = v_batch_stride if name == "v" and v_batch_stride else heads * head
+        operands[name] = launch.Tensor(pointers[name], (batch, head, r.head_dim))
+    launch.attend(
+        made.config,
+        catalog.merge_for(made.config),
+        launch.upload(made.tiles(), made.tasks(), bits=made.config.bits),
+        *operands.values(),
+        0,
+        launch.Geometry(
+            batch=r.batch,
+            q_heads=r.q_heads,
+            kv_heads=r.kv_heads,
+            sq=r.sq,
+            skv=r.skv,
+            head_dim=r.head_dim,
+            dtype=r.dtype,
+            sm_scale=0.125,
+            capacity=capacity,
+            device=0,
+        ),
+    )
+
+
+POINTERS = {"q": 1 << 20, "k": 2 << 20, "v": 3 << 20, "o": 4 << 20}
+
+
+@pytest.mark.parametrize(("capacity", "grid"), [(132, 6), (6, 6), (4, 4)])
+def test_ctas_that_take_several_tasks_are_no_more_than_tasks_or_places(
+    capacity: int, grid: int, cupy: Any, launched: list[tuple[Any, ...]]
+) -> None:
+    made = plan(ALIKE, "attend_wgmma/q128k192/regroup-pack/rows", heads=2)
+    attend(made, capacity, pointers=POINTERS)
+    ((kernel, got, block, params),) = launched
+    assert (kernel, got, block) == ("attend_wgmma", (grid,), (384,))
+    assert params.view(launch.WGMMA_PARAMS)["task_count"].item() == len(made.tasks()) == 6
+
+
+def test_a_cta_of_the_other_kernel_takes_one_task(
+    cupy: Any, launched: list[tuple[Any, ...]]
+) -> None:
+    made = plan(LONG, "attend_mma/q64k64/retain-pack/split", arch="sm_80")
+    attend(made, 3, pointers=POINTERS)
+    assert len(made.tasks()) > 3
+    assert launched[0][:2] == ("attend_mma", (len(made.tasks()),))
+    assert launched[1][:2] == ("merge_splits", (1, 64 // launch.MERGE_WARPS))
+
+
+@pytest.mark.parametrize(
+    ("skv", "v_batch_stride", "whole"),
+    [(1004, None, 1000), (1000, None, 1000), (1004, 3 * 1004 * 128, 0), (60, None, 0)],
+    ids=["tail", "whole groups", "batches apart", "shorter than a fragment"],
+)
+def test_rows_that_whole_fragments_reach(
+    skv: int, v_batch_stride: int | None, whole: int, cupy: Any, launched: list[tuple[Any, ...]]
+) -> None:
+    mask = BlockMask.from_dense(np.ones((2, -(-skv // 64)), bool), (64, 64), (128, skv))
+    q, k = (ArraySpec((2, 2, tokens, 128)) for tokens in mask.shape)
+    made = make_plan(mask, q, k, regime="attend_wgmma/q128k192/share-pack/rows", arch="sm_90a")
+    attend(made, 132, pointers=POINTERS, v_batch_stride=v_batch_stride)
+    params = launched[0][3].view(launch.WGMMA_PARAMS)
+    assert params["whole_rows"].item() == whole
+
+    def words(name: str) -> list[int]:
+        return [int(x) for x in np.frombuffer(params[name].tobytes(), np.uint64)]
+
+    slab, batch_and_heads = 64, 2 * 2
+    sizes = (slab, 8, 2, skv // 8, batch_and_heads)
+    for name, pointer in (("k_fragment", POINTERS["k"]), ("v_fragment", POINTERS["v"])):
+        # Box: a fragment of 64 rows in 8 groups of 8, in 2 slabs of 64 columns.
+        expected = [pointer, 5, *sizes, slab, 8, 2, 8, 1, 0, 0, 0, 0] if whole else [0] * 16
+        assert words(name) == expected
+    for name in ("q", "k_rows", "v_rows"):
+        pointer, rows, box = (
+            POINTERS[name[0]],
+            128 if name == "q" else skv,
+            16 if name == "q" else 8,
+        )
+        assert words(name)[:10] == [pointer, 4, 128, rows, 2, 2, slab, box, 1, 1]
+
+
+# Loading
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the modules that are loaded; functions are bare."""
+    paths: list[str] = []
+
+    class RawModule:
+        def __init__(self, *, path: str) -> None:
+            paths.append(path)
+
+        def get_function(self, name: str) -> Any:
+            return SimpleNamespace(name=name)
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=RawModule))
+    monkeypatch.setattr(launch, "_loaded", {})
+    found = SimpleNamespace(get=lambda config: f"{config.arch}/{config.name}")
+    monkeypatch.setattr(launch, "default_cache", lambda: found)
+    return paths
+
+
+def test_a_kernel_is_loaded_once_for_each_device(modules: list[str]) -> None:
+    config = catalog.find("sm_90a", "attend_wgmma", "bfloat16", 128, 128, 192, bits=False)
+    assert config is not None
+    first = launch.load(config, 0)
+    assert launch.load(config, 0) is first
+    assert launch.load(config, 1) is not first
+    assert modules == [f"sm_90a/{config.name}"] * 2
+    assert first.name == "attend"
+
+
+def test_only_more_than_48_kib_of_shared_memory_is_asked_for(
+    modules: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limit(smem: int) -> int | None:
+        config = replace(catalog.catalog("sm_80")[0], why=str(smem))
+        monkeypatch.setattr(type(config), "smem_bytes", property(lambda self: int(self.why)))
+        monkeypatch.setattr(launch, "_loaded", {})
+        return getattr(launch.load(config, 0), "max_dynamic_shared_size_bytes", None)
+
+    assert limit(48 * 1024) is None
+    assert limit(48 * 1024 + 16) == 48 * 1024 + 16
+    assert limit(227 * 1024) == 227 * 1024
