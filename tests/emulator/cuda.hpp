@@ -67,10 +67,12 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> (shift & 31));
 }
 inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned shift) {
-  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> min(shift, 32u));
+  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >>
+                               min(shift, 32u));
 }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
-  return static_cast<unsigned>(((static_cast<unsigned long long>(high) << 32 | low) << (shift & 31)) >> 32);
+  return static_cast<unsigned>(
+      ((static_cast<unsigned long long>(high) << 32 | low) << (shift & 31)) >> 32);
 }
 
 // The pages beside an array of global memory are out of bounds, and inputs are read-only pages.
@@ -143,7 +145,8 @@ inline T reduce(unsigned mask, T value, const char* what, Combine combine) {
 // Of int and unsigned, as on the GPU.
 template <typename T>
 inline T __reduce_add_sync(unsigned mask, T x) {
-  return emulator::reduce(mask, x, "__reduce_add_sync", [](T a, T b) { return T(unsigned(a) + unsigned(b)); });
+  return emulator::reduce(mask, x, "__reduce_add_sync",
+                          [](T a, T b) { return T(unsigned(a) + unsigned(b)); });
 }
 template <typename T>
 inline T __reduce_max_sync(unsigned mask, T x) {
@@ -154,7 +157,8 @@ inline T __reduce_min_sync(unsigned mask, T x) {
   return emulator::reduce(mask, x, "__reduce_min_sync", [](T a, T b) { return min(a, b); });
 }
 inline unsigned __reduce_or_sync(unsigned mask, unsigned x) {
-  return emulator::reduce(mask, x, "__reduce_or_sync", [](unsigned a, unsigned b) { return a | b; });
+  return emulator::reduce(mask, x, "__reduce_or_sync",
+                          [](unsigned a, unsigned b) { return a | b; });
 }
 
 inline unsigned __ballot_sync(unsigned mask, bool on) {

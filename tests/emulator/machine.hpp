@@ -237,8 +237,8 @@ inline std::map<std::uint64_t, Meeting> some_lanes;  // by warp and mask
 template <typename Work>
 inline void meet_lanes(std::uint32_t mask, const char* what, const void* mine, Work work) {
   if (!(mask >> lane() & 1)) fail("%s: the mask %#x lacks the lane itself", what, mask);
-  Meeting& meeting = mask == ~0u ? whole_warps[warp()]
-                                 : some_lanes[std::uint64_t(warp()) << 32 | mask];
+  Meeting& meeting =
+      mask == ~0u ? whole_warps[warp()] : some_lanes[std::uint64_t(warp()) << 32 | mask];
   if (meeting.arrived && meeting.what != what)
     fail("%s, while others of the same threads are at %s", what, meeting.what);
   meeting.what = what;
@@ -283,17 +283,18 @@ inline void bar_sync(int id, int count) {
   NamedBarrier& barrier = named_barriers[id];
   const unsigned round = barrier.round;
   bar_arrive(id, count);
-  while (barrier.round == round)
-    wait_for(&barrier, "barrier %ld for %ld threads", id, count);
+  while (barrier.round == round) wait_for(&barrier, "barrier %ld for %ld threads", id, count);
   maybe_switch();
 }
 
 // Shared memory by 32-bit address, checked.
 inline std::uint8_t* shared_at(unsigned address, unsigned bytes, unsigned alignment,
                                const char* what) {
-  if (address % alignment) fail("%s: shared address %#x is no multiple of %u", what, address, alignment);
+  if (address % alignment)
+    fail("%s: shared address %#x is no multiple of %u", what, address, alignment);
   if (address > machine.shared_bytes || bytes > machine.shared_bytes - address)
-    fail("%s: shared bytes %#x to %#x, the CTA has %#x", what, address, address + bytes, machine.shared_bytes);
+    fail("%s: shared bytes %#x to %#x, the CTA has %#x", what, address, address + bytes,
+         machine.shared_bytes);
   return machine.shared + address;
 }
 
@@ -312,7 +313,7 @@ class FaultGuard {
     alternative.ss_sp = stack;
     alternative.ss_size = sizeof stack;
     sigaltstack(&alternative, &old_stack_);
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     sigaction(SIGSEGV, &action, &old_segv_);
@@ -331,9 +332,11 @@ class FaultGuard {
 
 inline void start_fibers() {
   if (!machine.stacks) {
-    machine.stacks = static_cast<char*>(mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
-                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    for (int i = 0; i < kMaxThreads; ++i) mprotect(machine.stacks + i * kStackBytes, kPage, PROT_NONE);
+    machine.stacks =
+        static_cast<char*>(mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    for (int i = 0; i < kMaxThreads; ++i)
+      mprotect(machine.stacks + i * kStackBytes, kPage, PROT_NONE);
   }
   for (int i = 0; i < machine.threads; ++i) {
     Fiber& fiber = machine.fibers[i];
@@ -380,14 +383,16 @@ inline void run_block() {
   machine.current = &machine.host;
   if (!_setjmp(machine.host.at)) {
     for (unsigned i = machine.shared_bytes; i < kMaxShared; ++i)
-      if (machine.shared[i] != 0xff) fail("wrote shared byte %#x, the CTA has %#x", i, machine.shared_bytes);
+      if (machine.shared[i] != 0xff)
+        fail("wrote shared byte %#x, the CTA has %#x", i, machine.shared_bytes);
     for (auto check : at_end) check();
   }
 }
 
 // Runs a grid, one CTA after another. Returns null, or what was wrong.
-inline const char* launch(void (*body)(const void*), const void* params, Dim3 grid, unsigned threads,
-                          unsigned shared_bytes, std::uint8_t* shared, std::uint64_t seed) {
+inline const char* launch(void (*body)(const void*), const void* params, Dim3 grid,
+                          unsigned threads, unsigned shared_bytes, std::uint8_t* shared,
+                          std::uint64_t seed) {
   machine.error[0] = 0;
   machine.error_length = 0;
   machine.body = body;

@@ -1,8 +1,7 @@
 """The kernels' own sources, run on the CPU by the emulator, against the float64 oracle.
 
-``EMULATOR_SEED`` repeats a failure, whose message has the seed; ``EMULATOR_KERNELS`` names a
-folder of kernels to run in place of the package's. What the emulator catches is shown in
-``tests/emulator/test_emulator.py``.
+Setting ``EMULATOR_SEED`` as a failed test printed it repeats the failure; ``EMULATOR_KERNELS``
+names a folder of kernels to run in place of the package's. ``tests/emulator/README.md`` has more.
 """
 
 from __future__ import annotations

@@ -12,18 +12,19 @@ namespace emulator {
 
 // An mbarrier. Its 8 bytes of shared memory hold a mark that nothing may overwrite.
 struct Mbarrier {
-  unsigned count;     // arrivals of a phase
-  unsigned missing;   // arrivals that this phase still waits for
-  long bytes = 0;     // bytes that it still waits for
+  unsigned count;    // arrivals of a phase
+  unsigned missing;  // arrivals that this phase still waits for
+  long bytes = 0;    // bytes that it still waits for
   unsigned phase = 0;
 };
 inline std::map<unsigned, Mbarrier> mbarriers;  // by shared address
 constexpr std::uint64_t kMark = 0x6d62617272696572ull;
 inline const bool mbarriers_are_told = (at_deadlock.push_back([] {
   for (const auto& [address, barrier] : mbarriers)
-    say("\n  mbarrier at shared byte %#x: phase %u waits for %u of %u arrivals and %ld bytes", address,
-        barrier.phase, barrier.missing, barrier.count, barrier.bytes);
-}), true);
+    say("\n  mbarrier at shared byte %#x: phase %u waits for %u of %u arrivals and %ld bytes",
+        address, barrier.phase, barrier.missing, barrier.count, barrier.bytes);
+}),
+                                        true);
 
 inline Mbarrier& mbarrier_at(unsigned address) {
   const auto found = mbarriers.find(address);
@@ -42,7 +43,8 @@ inline void turn_if_complete(Mbarrier& barrier) {
 
 inline void arrive(unsigned address, long bytes) {
   Mbarrier& barrier = mbarrier_at(address);
-  if (barrier.missing == 0) fail("mbarrier %#x: more than %u arrivals in a phase", address, barrier.count);
+  if (barrier.missing == 0)
+    fail("mbarrier %#x: more than %u arrivals in a phase", address, barrier.count);
   barrier.bytes += bytes;
   --barrier.missing;
   turn_if_complete(barrier);
@@ -118,7 +120,8 @@ class Loads : public Background {
       }
       for (unsigned x = 0; x < map.box[0]; ++x) {
         const long at = load.at[0] + long(x);
-        std::uint8_t* const to = machine.shared + swizzled_128(load.target + row * row_bytes + x * 2);
+        std::uint8_t* const to =
+            machine.shared + swizzled_128(load.target + row * row_bytes + x * 2);
         if (inside && at >= 0 && at < long(map.sizes[0])) {
           memcpy(to, source + at * 2, 2);
         } else {
@@ -139,8 +142,11 @@ inline Loads loads;
 struct Descriptor {
   unsigned start, leading, stride;  // bytes
   explicit Descriptor(std::uint64_t bits)
-      : start((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4) {
-    if (bits >> 62 != 1) fail("wgmma: the descriptor %#llx is not of 128-byte swizzle", (unsigned long long)bits);
+      : start((bits & 0x3fff) << 4),
+        leading((bits >> 16 & 0x3fff) << 4),
+        stride((bits >> 32 & 0x3fff) << 4) {
+    if (bits >> 62 != 1)
+      fail("wgmma: the descriptor %#llx is not of 128-byte swizzle", (unsigned long long)bits);
   }
   // Element (row, k), rows of 128 bytes along k, 8 rows an atom.
   unsigned along_k(unsigned row, unsigned k) const {
@@ -148,7 +154,8 @@ struct Descriptor {
   }
   // Element (k, column), rows of 64 columns, 8 values of k an atom.
   unsigned across_k(unsigned k, unsigned column) const {
-    return swizzled_128(start + column / 64 * leading + k / 8 * stride + k % 8 * 128 + column % 64 * 2);
+    return swizzled_128(start + column / 64 * leading + k / 8 * stride + k % 8 * 128 +
+                        column % 64 * 2);
   }
 };
 
@@ -175,8 +182,10 @@ struct Agreement {
     const size_t n = issued[warp % 4]++;
     if (n == agreed.size()) return agreed.push_back(mine);
     const Instruction& other = agreed[n];
-    if (mine.what != other.what) fail("%s, where another warp of the warpgroup has %s", mine.what, other.what);
-    if (mine.a != other.a || mine.b != other.b) fail("%s: descriptors differ between warps", mine.what);
+    if (mine.what != other.what)
+      fail("%s, where another warp of the warpgroup has %s", mine.what, other.what);
+    if (mine.a != other.a || mine.b != other.b)
+      fail("%s: descriptors differ between warps", mine.what);
     if (mine.accumulate != other.accumulate) fail("%s: scale-d differs between warps", mine.what);
   }
   void check_end() const {
@@ -332,7 +341,8 @@ class Products : public Background {
     } else {
       const Descriptor a(p.instruction.a);
       for (int row = 0; row < 16; ++row)
-        for (int k = 0; k < 16; ++k) left[row][k] = p.value(shared_word(a.along_k(p.first_row + row, k)));
+        for (int k = 0; k < 16; ++k)
+          left[row][k] = p.value(shared_word(a.along_k(p.first_row + row, k)));
       for (int column = 0; column < columns; ++column)
         for (int k = 0; k < 16; ++k) right[k][column] = p.value(shared_word(b.along_k(column, k)));
     }
