@@ -416,7 +416,7 @@ def why_not(config: KernelConfig, smem_block: int) -> str | None:
         smem_block: bytes that the device allows one CTA (:attr:`Arch.smem_block`).
 
     >>> why_not(catalog("sm_90a")[0], 16 * 1024)
-    '26624 bytes of shared memory a CTA are needed, the device allows 16384'
+    '17408 bytes of shared memory a CTA are needed, the device allows 16384'
     """
     if config.smem_bytes > smem_block:
         return (
