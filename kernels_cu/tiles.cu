@@ -252,7 +252,8 @@ __device__ __forceinline__ void tile_counts(const TilesParams& p) {
 // As in organization/organize.py.
 inline constexpr int kPartsPerCta = 4;
 inline constexpr int kMinPartSteps = 8;
-inline constexpr int kLastRoundParts[] = {2, 3, 4};
+inline constexpr int kFewestParts = 2;  // of a turn of the last round
+inline constexpr int kMostParts = 4;
 
 // Lengths are compared by the 1/16-wide bucket that they are in: how many edges they reach.
 inline constexpr int kBuckets = 256;
@@ -282,30 +283,30 @@ struct TileScanStorage {
   i32 edges[kBuckets];
   i64 sums[kWarps];
   i32 group_tasks[kWarps];
-  i32 choices[3][3];  // for each number of parts: turns to cut, longest of those, of the others
+  // For each number of parts: turns to cut, the longest of those, the longest of the others.
+  i32 choices[kMostParts - kFewestParts + 1][3];
   i32 any_cut;
 };
 
-// Exclusive sums of load(0), load(1), ... go to store(index, sum, value). Returns the total.
+// Exclusive sums of load(0), load(1), ... go to store(index, sum). Returns the total.
 // load and store are called by all threads in turn, and a warp's lanes have neighbouring indices.
 template <int kWarps, typename Load, typename Store>
 __device__ __forceinline__ i64 scan_all(i64 (&sums)[kWarps], int count, Load load, Store store) {
-  constexpr int kRun = 8;
+  constexpr int kRun = 4;  // of a lane at a time; 8 spill on some architectures
   static_assert(kWarps == 32, "one lane for each warp's sum");
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   i64 done = 0;
   for (int base = 0; base < count; base += kWarps * 32 * kRun) {
     const int begin = base + warp * 32 * kRun + lane;
-    i32 value[kRun];
     i32 before[kRun];
 #pragma unroll
-    for (int j = 0; j < kRun; ++j) value[j] = begin + 32 * j < count ? load(begin + 32 * j) : 0;
+    for (int j = 0; j < kRun; ++j) before[j] = begin + 32 * j < count ? load(begin + 32 * j) : 0;
     i32 total = 0;
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
-      const i32 upto = warp_scan(value[j]);
-      before[j] = total + upto - value[j];
+      const i32 upto = warp_scan(before[j]);
+      before[j] = total + upto - before[j];
       total += __shfl_sync(kAllLanes, upto, 31);
     }
     if (lane == 0) sums[warp] = total;
@@ -314,7 +315,7 @@ __device__ __forceinline__ i64 scan_all(i64 (&sums)[kWarps], int count, Load loa
     const i64 start = done + __shfl_sync(kAllLanes, upto, warp) - total;
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
-      if (begin + 32 * j < count) store(begin + 32 * j, start + before[j], value[j]);
+      if (begin + 32 * j < count) store(begin + 32 * j, start + before[j]);
     }
     done += __shfl_sync(kAllLanes, upto, 31);
     __syncthreads();
@@ -363,6 +364,7 @@ template <typename Visit>
 __device__ __forceinline__ void each_task(const TilesParams& p, int limit, int begin, int end,
                                           Visit visit) {
   const int lane = threadIdx.x & 31;
+#pragma unroll 1
   for (int base = begin; base < end; base += 32) {
     const bool on = base + lane < end;
     const int steps = on ? pair_steps(p, base + lane) : 0;
@@ -371,6 +373,7 @@ __device__ __forceinline__ void each_task(const TilesParams& p, int limit, int b
     const bool cut = __any_sync(kAllLanes, parts > 1);
     const int upto = cut ? warp_scan(parts) : lane + 1;
     const int total = cut ? __shfl_sync(kAllLanes, upto, 31) : min(32, end - base);
+#pragma unroll 1
     for (int first = 0; first < total; first += 32) {
       const int index = first + lane;
       int owner = lane;
@@ -486,30 +489,28 @@ __device__ __forceinline__ int cut_last_round(const TilesParams& p, TileScanStor
     return turn.parts == 1 && turn.pair >= last_group && steps >= parts * kMinPartSteps;
   };
 
-  int counts[3] = {};
-  int longest_cut[3] = {};
-  int longest_left[3] = {};
-  for (int i = threadIdx.x; i < rest; i += kWarps * 32) {
-    const Turn turn = p.turns[first + i];
-    shared.last[i] = turn;
-    const int length = part_steps(pair_steps(p, turn.pair), turn.parts, turn.part);
-#pragma unroll
-    for (int k = 0; k < 3; ++k) {
-      const bool cut = may_cut(turn, length, kLastRoundParts[k]);
-      counts[k] += cut;
-      longest_cut[k] = max(longest_cut[k], cut ? length : 0);
-      longest_left[k] = max(longest_left[k], cut ? 0 : length);
+  for (int i = threadIdx.x; i < rest; i += kWarps * 32) shared.last[i] = p.turns[first + i];
+#pragma unroll 1
+  for (int parts = kFewestParts; parts <= kMostParts; ++parts) {
+    int count = 0;
+    int longest_cut = 0;
+    int longest_left = 0;
+    for (int i = threadIdx.x; i < rest; i += kWarps * 32) {
+      const Turn turn = shared.last[i];
+      const int length = part_steps(pair_steps(p, turn.pair), turn.parts, turn.part);
+      const bool cut = may_cut(turn, length, parts);
+      count += cut;
+      longest_cut = max(longest_cut, cut ? length : 0);
+      longest_left = max(longest_left, cut ? 0 : length);
     }
-  }
-#pragma unroll
-  for (int k = 0; k < 3; ++k) {
-    const int count = warp_sum(counts[k]);
-    const int of_cut = warp_max(longest_cut[k]);
-    const int of_left = warp_max(longest_left[k]);
+    count = warp_sum(count);
+    longest_cut = warp_max(longest_cut);
+    longest_left = warp_max(longest_left);
+    i32(&choice)[3] = shared.choices[parts - kFewestParts];
     if (lane == 0) {
-      atomicAdd(&shared.choices[k][0], count);
-      atomicMax(&shared.choices[k][1], of_cut);
-      atomicMax(&shared.choices[k][2], of_left);
+      atomicAdd(&choice[0], count);
+      atomicMax(&choice[1], longest_cut);
+      atomicMax(&choice[2], longest_left);
     }
   }
   __syncthreads();
@@ -518,16 +519,16 @@ __device__ __forceinline__ int cut_last_round(const TilesParams& p, TileScanStor
   int time = longest;
   int parts = 1;
   int cuts = 0;
-#pragma unroll
-  for (int k = 0; k < 3; ++k) {
-    const int count = shared.choices[k][0];
-    const int rounds = ceil_div(rest - count + kLastRoundParts[k] * count, p.capacity);
-    const int one_part = ceil_div(shared.choices[k][1], kLastRoundParts[k]);
-    const int end = max(one_part, shared.choices[k][2]) + (rounds - 1) * one_part;
+#pragma unroll 1
+  for (int k = kFewestParts; k <= kMostParts; ++k) {
+    const i32(&choice)[3] = shared.choices[k - kFewestParts];
+    const int rounds = ceil_div(rest - choice[0] + k * choice[0], p.capacity);
+    const int one_part = ceil_div(choice[1], k);
+    const int end = max(one_part, choice[2]) + (rounds - 1) * one_part;
     if (end < time && 10 * (longest - end) >= longest) {
       time = end;
-      parts = kLastRoundParts[k];
-      cuts = count;
+      parts = k;
+      cuts = choice[0];
     }
   }
   const int total = turns + (parts - 1) * cuts;
@@ -566,17 +567,17 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
   TileScanStorage<kWarps>& shared = *reinterpret_cast<TileScanStorage<kWarps>*>(dynamic_smem);
   const int thread = threadIdx.x;
   for (int i = thread; i < kBuckets; i += kWarps * 32) shared.edges[i] = kEdges.at[i];
-  if (thread < 9) shared.choices[thread / 3][thread % 3] = 0;
+  if (thread < 3 * (kMostParts - kFewestParts + 1)) shared.choices[thread / 3][thread % 3] = 0;
   if (thread == 0) shared.any_cut = 0;
 
   i64 steps = 0;
-  const i64 frags = scan_all<kWarps>(
+  const i64 frags = scan_all(
       shared.sums, p.tiles,
       [&](int tile) {
         steps += p.tile_steps[tile];
         return p.tile_frags[tile];
       },
-      [&](int tile, i64 before, i32) { p.frag_offsets[tile] = before; });
+      [&](int tile, i64 before) { p.frag_offsets[tile] = before; });
   steps = warp_sum(steps);
   if ((thread & 31) == 0) shared.sums[thread >> 5] = steps;
   __syncthreads();
@@ -599,14 +600,14 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
     }
     // Slots follow the pairs, not the launch order: merging reads them from first to last.
     if (fits && shared.any_cut) {
-      cut = scan_all<kWarps>(
+      cut = scan_all(
           shared.sums, p.pairs,
           [&](int pair) {
             const i32 parts = p.pair_slots[pair];
             return parts > 0 ? parts + 0x10000 : 0;
           },
-          [&](int pair, i64 before, i32 value) {
-            if (value == 0) return;
+          [&](int pair, i64 before) {
+            if (p.pair_slots[pair] == 0) return;
             const int merge = static_cast<int>(before >> 16);
             const int slot = static_cast<int>(before & 0xffff);
             p.pair_slots[pair] = slot;
