@@ -115,8 +115,8 @@ for kv_side in ("retain", "merge", "pack"):
 # each too small to keep the matrix units busy.
 #
 # The useful fraction is the number of active (query, key) pairs over the number of pairs in the
-# steps of the tiles, without what a half skips. The plan that the profile table chooses for an H100 has one
-# of these mappings; an arrow marks it.
+# steps of the tiles, without what a half skips. The plan that the profile table chooses for an
+# H100 has one of these mappings; an arrow marks it.
 
 # %%
 q, k, v = (chosen.permute(x) for x in (q, k, v))
