@@ -184,16 +184,26 @@ struct Layout {
 
 __device__ __forceinline__ Layout lay_out(const TilesParams& p, const Classes& count) {
   const int per_step = p.per_step;
-  const int room = ceil_div(count.both, per_step) * per_step - count.both;
-  const int first_rest = count.first % per_step;
-  const int second_rest = count.second % per_step;
+  Layout list{};
+  list.both = count.both;
+  list.both_steps = count.both / per_step;
+  const int both_rest = count.both - list.both_steps * per_step;
+  list.both_steps += both_rest > 0;
+  if (!p.share) return list;
+  const int room = both_rest > 0 ? per_step - both_rest : 0;
+  list.first_steps = count.first / per_step;
+  list.second_steps = count.second / per_step;
+  const int first_rest = count.first - list.first_steps * per_step;
+  const int second_rest = count.second - list.second_steps * per_step;
+  // Steps that the rests add to those of both.
+  auto steps_more = [&](int rests) { return (rests > room) + (rests > room + per_step); };
   int best = 0;
   int least = 0x7fffffff;
 #pragma unroll
   for (int choice = 0; choice < 4; ++choice) {
     const int of_first = choice & 1 ? first_rest : 0;
     const int of_second = choice & 2 ? second_rest : 0;
-    const int more = ceil_div(max(of_first + of_second - room, 0), per_step);
+    const int more = steps_more(of_first + of_second);
     const int alone = more + (of_first < first_rest) + (of_second < second_rest);
     const int shorter = choice == 1   ? count.first < count.second
                         : choice == 2 ? count.first >= count.second
@@ -204,15 +214,13 @@ __device__ __forceinline__ Layout lay_out(const TilesParams& p, const Classes& c
       best = choice;
     }
   }
-  Layout list;
   list.of_first = best & 1 ? first_rest : 0;
   list.of_second = best & 2 ? second_rest : 0;
-  list.both = count.both;
   list.first = count.first - list.of_first;
   list.second = count.second - list.of_second;
-  list.both_steps = ceil_div(list.both + list.of_first + list.of_second, per_step);
-  list.first_steps = ceil_div(list.first, per_step);
-  list.second_steps = ceil_div(list.second, per_step);
+  list.both_steps += steps_more(list.of_first + list.of_second);
+  list.first_steps += list.of_first < first_rest;
+  list.second_steps += list.of_second < second_rest;
   return list;
 }
 
@@ -305,7 +313,9 @@ __device__ __forceinline__ i64 scan_all(i64 (&sums)[kWarps], int count, Load loa
     i32 total = 0;
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
-      const i32 upto = warp_scan(before[j]);
+      // Most pairs are not cut, and then there is nothing to add up.
+      const bool any = __any_sync(kAllLanes, before[j] != 0);
+      const i32 upto = any ? warp_scan(before[j]) : 0;
       before[j] = total + upto - before[j];
       total += __shfl_sync(kAllLanes, upto, 31);
     }
@@ -359,45 +369,48 @@ __device__ __forceinline__ int bucket_of(const i32 (&edges)[kBuckets], int steps
 }
 
 // A warp visits the tasks of pairs [begin, end) in order, 32 at a time, all lanes together:
-// visit(on, turn, steps), with the steps of the whole pair.
-template <typename Visit>
-__device__ __forceinline__ void each_task(const TilesParams& p, int limit, int begin, int end,
+// visit(on, turn, key). parts_or_key(pair) is the number of parts of a pair that is cut, or ~key.
+template <typename PartsOrKey, typename Visit>
+__device__ __forceinline__ void each_task(const TilesParams& p, const i32 (&edges)[kBuckets],
+                                          int begin, int end, PartsOrKey parts_or_key,
                                           Visit visit) {
   const int lane = threadIdx.x & 31;
 #pragma unroll 1
   for (int base = begin; base < end; base += 32) {
     const bool on = base + lane < end;
-    const int steps = on ? pair_steps(p, base + lane) : 0;
-    // Tiles up to half above the limit stay whole.
-    const int parts = !on ? 0 : 2 * steps > 3 * limit ? ceil_div(steps, limit) : 1;
-    const bool cut = __any_sync(kAllLanes, parts > 1);
-    const int upto = cut ? warp_scan(parts) : lane + 1;
+    const int value = on ? parts_or_key(base + lane) : ~0;
+    const bool cut = __any_sync(kAllLanes, value > 0);
+    const int tasks = value > 0 ? value : on;
+    const int upto = cut ? warp_scan(tasks) : lane + 1;
     const int total = cut ? __shfl_sync(kAllLanes, upto, 31) : min(32, end - base);
 #pragma unroll 1
     for (int first = 0; first < total; first += 32) {
       const int index = first + lane;
       int owner = lane;
       int part = 0;
-      int of = parts;
-      int whole = steps;
+      int parts = 1;
+      int key = ~value;
       if (cut) {
         owner = 0;
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) {
           if (__shfl_sync(kAllLanes, upto, owner + step - 1) <= index) owner += step;
         }
-        of = __shfl_sync(kAllLanes, parts, owner);
-        whole = __shfl_sync(kAllLanes, steps, owner);
-        part = index - (__shfl_sync(kAllLanes, upto, owner) - of);
+        parts = __shfl_sync(kAllLanes, tasks, owner);
+        part = index - (__shfl_sync(kAllLanes, upto, owner) - parts);
+        key = ~__shfl_sync(kAllLanes, value, owner);
+        if (parts > 1 && index < total) {
+          key = bucket_of(edges, part_steps(pair_steps(p, base + owner), parts, part));
+        }
       }
-      const Turn turn{base + owner, static_cast<u16>(part), static_cast<u16>(of)};
-      visit(index < total, turn, whole);
+      visit(index < total, Turn{base + owner, static_cast<u16>(part), static_cast<u16>(parts)},
+            key);
     }
   }
 }
 
-// Writes the turns in launch order, and to pair_slots the parts of pairs that are cut, else 0.
-// Returns the number of turns.
+// Writes the turns in launch order, and to pair_slots the parts of pairs that are cut; of others,
+// what is not above 0. Returns the number of turns.
 template <int kWarps>
 __device__ __forceinline__ int order_turns(const TilesParams& p, TileScanStorage<kWarps>& shared,
                                            int limit) {
@@ -420,13 +433,20 @@ __device__ __forceinline__ int order_turns(const TilesParams& p, TileScanStorage
     for (int i = lane; i < kBuckets; i += 32) bucket[i] = 0;
     if (lane == 0) shared.group_tasks[warp] = 0;
     __syncwarp();
-    each_task(p, limit, begin, end, [&](bool on, Turn turn, int steps) {
-      if (!on) return;
-      const int length = part_steps(steps, turn.parts, turn.part);
-      atomicAdd(&bucket[bucket_of(shared.edges, length)], 1u);
-      if (turn.part == 0) p.pair_slots[turn.pair] = turn.parts > 1 ? turn.parts : 0;
-      if (turn.parts > 1) shared.any_cut = 1;
-    });
+    each_task(
+        p, shared.edges, begin, end,
+        [&](int pair) {
+          const int steps = pair_steps(p, pair);
+          // Tiles up to half above the limit stay whole.
+          const bool cut = 2 * steps > 3 * limit;
+          const int value = cut ? ceil_div(steps, limit) : ~bucket_of(shared.edges, steps);
+          if (cut) shared.any_cut = 1;
+          p.pair_slots[pair] = value;
+          return value;
+        },
+        [&](bool on, Turn, int key) {
+          if (on) atomicAdd(&bucket[key], 1u);
+        });
     __syncthreads();
 
     // The first warp of a group: longest first, and inside a bucket in the order of pairs.
@@ -453,23 +473,24 @@ __device__ __forceinline__ int order_turns(const TilesParams& p, TileScanStorage
     const int upto = warp_scan(tasks);
     const int group_lane = min(warp / ways, 31);
     const int group_begin = done + __shfl_sync(kAllLanes, upto - tasks, group_lane);
-    each_task(p, limit, begin, end, [&](bool on, Turn turn, int steps) {
-      const int key = on ? bucket_of(shared.edges, part_steps(steps, turn.parts, turn.part)) : 0;
-      u32 same = __ballot_sync(kAllLanes, on);
+    each_task(
+        p, shared.edges, begin, end, [&](int pair) { return p.pair_slots[pair]; },
+        [&](bool on, Turn turn, int key) {
+          u32 same = __ballot_sync(kAllLanes, on);
 #pragma unroll
-      for (int bit = 1; bit < kBuckets; bit *= 2) {
-        const u32 set = __ballot_sync(kAllLanes, (key & bit) != 0);
-        same &= key & bit ? set : ~set;
-      }
-      const u32 place = bucket[key] + __popc(same & lower_lanes);
-      __syncwarp();
-      if (on) {
-        if ((same & lower_lanes) == 0) bucket[key] += __popc(same);
-        const i64 index = static_cast<i64>(group_begin) + place;
-        if (index < p.task_capacity) p.turns[index] = turn;
-      }
-      __syncwarp();
-    });
+          for (int bit = 1; bit < kBuckets; bit *= 2) {
+            const u32 set = __ballot_sync(kAllLanes, (key & bit) != 0);
+            same &= key & bit ? set : ~set;
+          }
+          const u32 place = on ? bucket[key] + __popc(same & lower_lanes) : 0;
+          __syncwarp();
+          if (on) {
+            if ((same & lower_lanes) == 0) bucket[key] += __popc(same);
+            const i64 index = static_cast<i64>(group_begin) + place;
+            if (index < p.task_capacity) p.turns[index] = turn;
+          }
+          __syncwarp();
+        });
     done += __shfl_sync(kAllLanes, upto, 31);
     __syncthreads();
   }
@@ -607,7 +628,7 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
             return parts > 0 ? parts + 0x10000 : 0;
           },
           [&](int pair, i64 before) {
-            if (p.pair_slots[pair] == 0) return;
+            if (p.pair_slots[pair] <= 0) return;
             const int merge = static_cast<int>(before >> 16);
             const int slot = static_cast<int>(before & 0xffff);
             p.pair_slots[pair] = slot;
@@ -769,19 +790,20 @@ __device__ __forceinline__ void tile_fragments(const TilesParams& p) {
 
 }  // namespace tessera
 
-// The entries of the three kernels.
+// The entries of the three kernels. One CTA a multiprocessor is named so that ptxas does not aim at
+// more by spilling.
 #define TESSERA_TILE_COUNTS(WARPS)                                       \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32)               \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)            \
       tile_counts(const __grid_constant__ tessera::TilesParams params) { \
     tessera::tile_counts(params);                                        \
   }
 #define TESSERA_TILE_SCAN(WARPS)                                       \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32)             \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)          \
       tile_scan(const __grid_constant__ tessera::TilesParams params) { \
     tessera::tile_scan<WARPS>(params);                                 \
   }
 #define TESSERA_TILE_FRAGMENTS(WARPS)                                       \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32)                  \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)               \
       tile_fragments(const __grid_constant__ tessera::TilesParams params) { \
     tessera::tile_fragments<WARPS>(params);                                 \
   }
