@@ -6,10 +6,12 @@ The structs below mirror ``kernels_cu/common/types.cuh``; they travel by value.
 from __future__ import annotations
 
 import math
+import struct
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -366,11 +368,36 @@ def _maps(plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> dic
 
 
 def _filled(dtype: np.dtype[Any], values: dict[str, Any]) -> NDArray[Any]:
-    """One struct, ready to pass by value."""
-    params = np.zeros(1, dtype)
+    """One struct, ready to pass by value; what is not given is zero.
+
+    Packed by ``struct``, in a fraction of the time that assigning to NumPy's fields takes.
+    """
+    whole, places = _places(dtype)
+    params = bytearray(dtype.itemsize)
     for name, value in values.items():
-        params[name] = value
-    return params.view(f"V{dtype.itemsize}")
+        offset, packer = places[name]
+        if packer is None:
+            params[offset : offset + value.nbytes] = value.tobytes()
+        elif isinstance(value, tuple):
+            packer.pack_into(params, offset, *value)
+        else:
+            packer.pack_into(params, offset, value)
+    return np.frombuffer(params, whole)
+
+
+@cache
+def _places(
+    dtype: np.dtype[Any],
+) -> tuple[np.dtype[Any], dict[str, tuple[int, struct.Struct | None]]]:
+    """A struct as bytes; offset and packer of each field, None for a tensor map, which is bytes."""
+    formats: dict[Any, str] = {_POINTER: "Q", _STRIDES: "3q", np.int32: "i", np.float32: "f"}
+    packers = {np.dtype(field): struct.Struct(f"={code}") for field, code in formats.items()}
+    assert dtype.fields is not None
+    places = {
+        name: (field[1], None if field[0] == TENSOR_MAP else packers[field[0]])
+        for name, field in dtype.fields.items()
+    }
+    return np.dtype(f"V{dtype.itemsize}"), places
 
 
 def _pointer(array: Any) -> int:

@@ -267,3 +267,23 @@ def test_only_more_than_48_kib_of_shared_memory_is_asked_for(
     assert limit(48 * 1024) is None
     assert limit(48 * 1024 + 16) == 48 * 1024 + 16
     assert limit(227 * 1024) == 227 * 1024
+
+
+def test_structs_are_packed_as_numpy_lays_them_out() -> None:
+    rng = np.random.default_rng(0)
+    for dtype in (launch.ATTEND_PARAMS, launch.WGMMA_PARAMS, launch.MERGE_PARAMS):
+        assert dtype.fields is not None
+        values: dict[str, Any] = {}
+        expected = np.zeros(1, dtype)
+        for name in list(dtype.fields)[1:]:  # the first is left out, and zero
+            field = dtype.fields[name][0]
+            if field.names:
+                values[name] = tuple(int(x) for x in rng.integers(-(2**62), 2**62, 3))
+            elif field.kind == "V":
+                values[name] = np.frombuffer(rng.bytes(field.itemsize), field)[0]
+            else:
+                values[name] = {"u": 2**63 + 5, "i": -7, "f": 0.1}[field.kind]
+            expected[name] = values[name]
+        packed = launch._filled(dtype, values)
+        assert (packed.shape, packed.dtype.itemsize) == ((1,), dtype.itemsize)
+        assert packed.tobytes() == expected.tobytes()
