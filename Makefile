@@ -12,7 +12,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.cuda$(CUDA)-installed
-CUDA_SOURCES = $(shell find kernels_cu -name '*.cu' -o -name '*.cuh')
+CUDA_SOURCES = $(shell find kernels_cu tests/emulator -name '*.cu' -o -name '*.cuh' -o -name '*.[ch]pp')
 
 ifeq ($(filter $(CUDA),12 13),)
 $(error CUDA=$(CUDA): expected 12 or 13)

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.catalog import KernelConfig
-from tessera_cupy.kernels.launch import TASK
+from tessera_cupy.kernels.launch import TASK, packed_struct
 from tessera_cupy.mapping.tiles import GROUP_ROWS, TileShape
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def mask_state_grid(config: KernelConfig, rows: int, sms: int) -> int:
         thread those of one.
 
     Example:
-        >>> from tessera_cupy.kernels.catalog import mask_state_for
-        >>> mask_state_grid(mask_state_for("sm_90a", "dense"), 8 * 900, 132)
+        >>> from tessera_cupy.kernels.catalog import builder
+        >>> mask_state_grid(builder("sm_90a", "mask_state_dense"), 8 * 900, 132)
         450
     """
     fitting = min(config.min_ctas * sms, 32 * config.warps)
@@ -294,7 +294,4 @@ class TileBuild:
             "group_pairs": max(1, min(group, self.pairs)),
             "capacity": self.device.capacity,
         }
-        params = np.zeros(1, TILES_PARAMS)
-        for name in TILES_PARAMS.names or ():
-            params[name] = values[name]
-        return params.view(f"V{TILES_PARAMS.itemsize}")
+        return packed_struct(TILES_PARAMS, values)

@@ -226,8 +226,16 @@ _MASK_STATE_WHY = {
     "lists": "a warp a row, built in shared memory from columns in any order",
     "csr": "as for padded lists; rows begin at offsets",
 }
+_CSR_COLUMNS_WHY = "a warp a row, a lane a word: neighbouring lanes write neighbouring columns"
 _MERGE_WARPS = 8
 _MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"
+
+
+def _builder(
+    arch: str, kernel: str, warps: int, ctas: int, features: tuple[str, ...], why: str
+) -> KernelConfig:
+    """An entry of a kernel that reads no Q, K or V."""
+    return KernelConfig(arch, kernel, 0, "", 0, 0, warps, 1, ctas, features, why)
 
 
 @cache
@@ -279,51 +287,16 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
                 )
             )
     configs += [
-        KernelConfig(
-            target.name,
-            kernel,
-            head_dim=0,
-            dtype="",
-            tile_q=0,
-            tile_kv=0,
-            warps=_TILE_WARPS[kernel],
-            stages=1,
-            min_ctas=1,
-            features=(),
-            why=_TILE_WHY[kernel],
-        )
+        _builder(target.name, kernel, _TILE_WARPS[kernel], 1, (), _TILE_WHY[kernel])
         for kernel in TILE_KERNELS
     ]
+    ctas = 3 if target.name in _SMALL else 4  # 48 or 64 warps
     configs += [
-        KernelConfig(
-            target.name,
-            "mask_state",
-            head_dim=0,
-            dtype="",
-            tile_q=0,
-            tile_kv=0,
-            warps=_MASK_STATE_WARPS,
-            stages=1,
-            min_ctas=3 if target.name in _SMALL else 4,  # 48 or 64 warps
-            features=(form,),
-            why=_MASK_STATE_WHY[form],
-        )
+        _builder(target.name, "mask_state", _MASK_STATE_WARPS, ctas, (form,), _MASK_STATE_WHY[form])
         for form in MASK_FORMATS
     ]
     configs.append(
-        KernelConfig(
-            target.name,
-            "csr_columns",
-            head_dim=0,
-            dtype="",
-            tile_q=0,
-            tile_kv=0,
-            warps=_MASK_STATE_WARPS,
-            stages=1,
-            min_ctas=3 if target.name in _SMALL else 4,
-            features=(),
-            why="a warp a row, a lane a word: neighbouring lanes write neighbouring columns",
-        )
+        _builder(target.name, "csr_columns", _MASK_STATE_WARPS, ctas, (), _CSR_COLUMNS_WHY)
     )
     for dtype in DTYPES:
         configs.append(
@@ -380,32 +353,13 @@ def merge_for(config: KernelConfig) -> KernelConfig:
     raise ValueError(wrong("config.dtype", f"one of {known}", config.dtype, "use a catalog entry"))
 
 
-def tile_kernel(arch: str, kernel: str) -> KernelConfig:
-    """The entry of one of :data:`TILE_KERNELS`.
+def builder(arch: str, name: str) -> KernelConfig:
+    """The entry with this name of a kernel that builds plans on the GPU.
 
-    >>> tile_kernel("sm_90", "tile_scan").name
-    'tile_scan'
+    >>> builder("sm_90", "mask_state_csr").features
+    ('csr',)
     """
-    return next(config for config in catalog(arch) if config.kernel == kernel)
-
-
-def mask_state_for(arch: str, form: str) -> KernelConfig:
-    """The ``mask_state`` entry of one of :data:`MASK_FORMATS`.
-
-    >>> mask_state_for("sm_90", "csr").name
-    'mask_state_csr'
-    """
-    entries = (config for config in catalog(arch) if config.kernel == "mask_state")
-    return next(config for config in entries if config.features == (form,))
-
-
-def csr_columns_for(arch: str) -> KernelConfig:
-    """The ``csr_columns`` entry.
-
-    >>> csr_columns_for("sm_90").name
-    'csr_columns'
-    """
-    return next(config for config in catalog(arch) if config.kernel == "csr_columns")
+    return next(config for config in catalog(arch) if not config.dtype and config.name == name)
 
 
 def why_not(config: KernelConfig, smem_block: int) -> str | None:
@@ -427,9 +381,10 @@ def why_not(config: KernelConfig, smem_block: int) -> str | None:
 
 
 def fingerprint(arch: str) -> str:
-    """Short digest of an architecture's catalog; changes when any entry's shape does.
+    """Short digest of an architecture's attention kernels; changes when any one's shape does.
 
     A profile table carries it, so that one measured on other kernels is noticed.
     """
-    shapes = sorted((config.name, config.min_ctas, config.smem_bytes) for config in catalog(arch))
+    attending = (config for config in catalog(arch) if config.dtype)
+    shapes = sorted((config.name, config.min_ctas, config.smem_bytes) for config in attending)
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]

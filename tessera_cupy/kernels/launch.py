@@ -307,7 +307,7 @@ def attend(
     }
     if config.kernel == "attend_wgmma":
         units = {"units": _pointer(plan.units)}
-        params = _filled(WGMMA_PARAMS, common | units | _maps(plan, q, k, v, g))
+        params = packed_struct(WGMMA_PARAMS, common | units | _maps(plan, q, k, v, g))
         grid = min(g.capacity, plan.task_count)
     else:
         operands = {
@@ -316,14 +316,14 @@ def attend(
             "frag_bits": _pointer(plan.frag_bits),
             "bits": _pointer(plan.bits),
         }
-        params = _filled(ATTEND_PARAMS, common | operands)
+        params = packed_struct(ATTEND_PARAMS, common | operands)
         grid = plan.task_count
     kernel = load(config, g.device)
     merge_kernel = load(merge, g.device) if plan.merge_count else None
     kernel((grid,), (config.warps * 32,), (params,), shared_mem=config.smem_bytes)
 
     if merge_kernel is not None:
-        params = _filled(
+        params = packed_struct(
             MERGE_PARAMS,
             {
                 **{name: common[name] for name in ("o", "o_stride", "lse")},
@@ -367,7 +367,7 @@ def _maps(plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> dic
     return maps
 
 
-def _filled(dtype: np.dtype[Any], values: dict[str, Any]) -> NDArray[Any]:
+def packed_struct(dtype: np.dtype[Any], values: dict[str, Any]) -> NDArray[Any]:
     """One struct, ready to pass by value; what is not given is zero.
 
     Packed by ``struct``, in a fraction of the time that assigning to NumPy's fields takes.
@@ -390,7 +390,13 @@ def _places(
     dtype: np.dtype[Any],
 ) -> tuple[np.dtype[Any], dict[str, tuple[int, struct.Struct | None]]]:
     """A struct as bytes; offset and packer of each field, None for a tensor map, which is bytes."""
-    formats: dict[Any, str] = {_POINTER: "Q", _STRIDES: "3q", np.int32: "i", np.float32: "f"}
+    formats: dict[Any, str] = {
+        _POINTER: "Q",
+        _STRIDES: "3q",
+        np.int64: "q",
+        np.int32: "i",
+        np.float32: "f",
+    }
     packers = {np.dtype(field): struct.Struct(f"={code}") for field, code in formats.items()}
     assert dtype.fields is not None
     places = {

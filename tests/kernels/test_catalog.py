@@ -185,6 +185,7 @@ def test_fingerprint_tells_catalogs_apart(monkeypatch: pytest.MonkeyPatch) -> No
         ((replace(entries[0], min_ctas=1), *entries[1:]), False),
         ((replace(entries[0], stages=2), *entries[1:]), False),
         (entries[1:], False),
+        (tuple(entry for entry in entries if entry.dtype), True),
     ]:
         monkeypatch.setattr("tessera_cupy.kernels.catalog.catalog", lambda arch, c=changed: c)
         assert (fingerprint("sm_80") == before) is same

@@ -284,6 +284,6 @@ def test_structs_are_packed_as_numpy_lays_them_out() -> None:
             else:
                 values[name] = {"u": 2**63 + 5, "i": -7, "f": 0.1}[field.kind]
             expected[name] = values[name]
-        packed = launch._filled(dtype, values)
+        packed = launch.packed_struct(dtype, values)
         assert (packed.shape, packed.dtype.itemsize) == ((1,), dtype.itemsize)
         assert packed.tobytes() == expected.tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -76,6 +77,7 @@ def new(shape: Any, dtype: Any = np.uint8) -> Array:
 
 @pytest.fixture(autouse=True)
 def _nothing_retired(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # plans of other tests, which would be retired in the middle of one here
     monkeypatch.setattr(lifetime, "_retired", type(lifetime._retired)())
 
 

@@ -24,7 +24,7 @@ from tessera_cupy.kernels.builders import (
     MASK_STATE_PARAMS,
     mask_state_grid,
 )
-from tessera_cupy.kernels.catalog import MASK_FORMATS, KernelConfig, csr_columns_for, mask_state_for
+from tessera_cupy.kernels.catalog import MASK_FORMATS, KernelConfig, builder
 from tessera_cupy.kernels.specialise import source as source_of
 from tests.emulator.emulator import KERNELS_VARIABLE, Array, build_source, call, compiler
 
@@ -88,7 +88,7 @@ class Runner:
     _kept: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def __call__(self, source: Source, ctas: int = 2) -> State:
-        config = mask_state_for("sm_90a", source.form)
+        config = builder("sm_90a", f"mask_state_{source.form}")
         words = -(-source.nk // 32)
         self.seed += 1
         if ctas not in self._kept:
@@ -132,7 +132,7 @@ class Runner:
         for name, array in made.items():
             params[name] = array.data.ptr
         params["capacity"], params["rows"], params["nk"] = capacity, len(state.row_count), nk
-        self.launch(csr_columns_for("sm_90a"), params, ctas, [bitmap, offsets])
+        self.launch(builder("sm_90a", "csr_columns"), params, ctas, [bitmap, offsets])
         assert columns.clean()
         assert scalars.clean()
         state.scalars[:] = scalars.bytes.view(np.int64)
@@ -466,13 +466,13 @@ def test_offsets_out_of_range_are_flagged(
 @pytest.mark.parametrize("arch", ARCHS)
 @every_format
 def test_entries_fill_the_multiprocessor(arch: str, form: str) -> None:
-    config = mask_state_for(arch, form)
+    config = builder(arch, f"mask_state_{form}")
     assert config.name == f"mask_state_{form}"
     assert config.warps * config.min_ctas == (48 if arch in ("sm_86", "sm_89", "sm_120a") else 64)
 
 
 def test_grids_have_a_warp_a_row_as_far_as_they_fit() -> None:
-    config = mask_state_for("sm_90a", "dense")
+    config = builder("sm_90a", "mask_state_dense")
     assert mask_state_grid(config, 8 * 900, 132) == 450
     assert mask_state_grid(config, 8 * 3600, 132) == 512
     assert mask_state_grid(config, 8 * 3600, 100) == 400

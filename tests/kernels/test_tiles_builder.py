@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tessera_cupy import BlockMask
 from tessera_cupy.kernels.builders import TILE_COUNTS, TILES_PARAMS, TileBuild
 from tessera_cupy.kernels.cache import default_cache
-from tessera_cupy.kernels.catalog import TILE_KERNELS, tile_kernel
+from tessera_cupy.kernels.catalog import TILE_KERNELS, builder
 from tessera_cupy.kernels.launch import packed_fragments, packed_tasks
 from tessera_cupy.mapping import Mapping, Tiles, TileShape, choose_slot, map_mask, why_not
 from tessera_cupy.organization import DeviceModel, Organization, Tasks, organize
@@ -98,7 +98,7 @@ class Runner:
         arrays["bitmap"].seal()
         params = made.params({name: array.data.ptr for name, array in arrays.items()})
         for name in TILE_KERNELS:
-            config = tile_kernel(ARCH, name)
+            config = builder(ARCH, name)
             library = build(config, self.folder)
             grid, threads = (made.grid(config),), 32 * config.warps
             error = call(library, params, grid, threads, config.smem_bytes, self.seed)
@@ -408,7 +408,7 @@ def test_parts_of_the_last_round_that_do_not_fit_are_flagged(run: Runner) -> Non
 @pytest.mark.parametrize("kernel", TILE_KERNELS)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_kernels_compile_without_spills(arch: str, kernel: str) -> None:
-    path = default_cache().build(tile_kernel(arch, kernel))
+    path = default_cache().build(builder(arch, kernel))
     assert json.loads(path.with_name("meta.json").read_text())["problems"] == []
 
 
