@@ -39,26 +39,14 @@
 //     packed   (50 a step)        1.7 MB, 170 a row: 6 us      26 MB, 320 a row: 13 us
 //     lists, csr of 10 % (130 for 128 columns and 35 for 32 words)
 //                                 3.5 MB, 290 a row: 7 us      54 MB, 660 a row: 24 us
-//
-// csr_columns writes the columns of a bitmap: a warp a row, which begins at offsets[row], the sum
-// of the row counts before it. A lane has the bits of one word, ascending. 10 %: 3.5 MB, 150 a row,
-// 4 us; 54 MB, 480 a row, 16 us.
 #pragma once
 
+#include "common/builders.cuh"
 #include "common/types.cuh"
 
 namespace tessera {
 
 enum class MaskFormat { kDense, kPacked, kLists, kCsr };
-
-// What the host may read, and what a mask that is no mask has set.
-enum MaskScalar { kNnz, kInRuns, kLongest, kShortest, kErrors, kTicket = 7 };
-enum MaskError : u32 {
-  kOutOfRange = 1,  // a column, or a bit, past nk
-  kDuplicate = 2,   // a column twice in a row
-  kCapacity = 4,    // an output that is too small; set by the kernels that follow
-  kBadCount = 8,    // a count or an offset outside of its list
-};
 
 // Sums of one CTA.
 struct alignas(16) MaskPartial {
@@ -83,7 +71,6 @@ struct MaskStateParams {
   i32 nk;
 };
 
-inline constexpr u32 kAllLanes = 0xffffffffu;
 inline constexpr int kPassWords = 256;  // of a row that is built in shared memory
 inline constexpr int kListBatch = 4;    // columns that a lane has in flight
 inline constexpr i64 kLongestList = 1 << 30;
@@ -409,60 +396,11 @@ __device__ __forceinline__ void mask_state(const MaskStateParams& params) {
   MaskState<kFormat, kWarps>(params, *reinterpret_cast<Storage*>(dynamic_smem)).run();
 }
 
-struct CsrColumnsParams {
-  const u32* bitmap;
-  const i64* offsets;  // rows at least
-  i32* columns;
-  i64* scalars;  // of the mask; the error of a capacity that does not suffice is added
-  i64 capacity;  // of columns; none is written past it
-  i32 rows;
-  i32 nk;
-};
-
-template <int kWarps>
-__device__ __forceinline__ void csr_columns(const CsrColumnsParams& p) {
-  const int lane = threadIdx.x & 31;
-  const int words = (p.nk + 31) / 32;
-  bool lost = false;
-  for (int row = blockIdx.x * kWarps + (threadIdx.x >> 5); row < p.rows;
-       row += gridDim.x * kWarps) {
-    const u32* bits = p.bitmap + static_cast<i64>(row) * words;
-    i64 begin = __ldg(p.offsets + row);
-    for (int first = 0; first < words; first += 32) {
-      u32 word = first + lane < words ? __ldg(bits + first + lane) : 0;
-      int before = __popc(word);  // first with the lane's own
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_sync(kAllLanes, before, lane - distance);
-        if (lane >= distance) before += other;
-      }
-      const int all = __shfl_sync(kAllLanes, before, 31);
-      i64 at = begin + before - __popc(word);
-      for (; word != 0; word &= word - 1) {
-        if (at >= 0 && at < p.capacity) {
-          p.columns[at] = 32 * (first + lane) + __ffs(static_cast<int>(word)) - 1;
-        } else {
-          lost = true;
-        }
-        ++at;
-      }
-      begin += all;
-    }
-  }
-  if (lost) atomicOr(reinterpret_cast<u64*>(p.scalars + kErrors), static_cast<u64>(kCapacity));
-}
-
 }  // namespace tessera
 
-// The one entry of a specialisation, either of these.
+// The one entry of a specialisation.
 #define TESSERA_MASK_STATE(FORMAT, WARPS, MIN_CTAS)                         \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)        \
       mask_state(const __grid_constant__ tessera::MaskStateParams params) { \
     tessera::mask_state<tessera::MaskFormat::FORMAT, WARPS>(params);        \
-  }
-
-#define TESSERA_CSR_COLUMNS(WARPS, MIN_CTAS)                                  \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)          \
-      csr_columns(const __grid_constant__ tessera::CsrColumnsParams params) { \
-    tessera::csr_columns<WARPS>(params);                                      \
   }

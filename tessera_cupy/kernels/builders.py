@@ -39,7 +39,7 @@ MASK_ERRORS = ("column out of range", "column twice in a row", "capacity", "coun
 #: Bytes of one CTA's part of ``mask_state``'s workspace.
 MASK_PARTIAL_BYTES = 32
 
-#: ``CsrColumnsParams`` of mask_state.cu.
+#: ``CsrColumnsParams`` of csr_columns.cu.
 CSR_COLUMNS_PARAMS = np.dtype(
     [
         *[(name, _POINTER) for name in ("bitmap", "offsets", "columns", "scalars")],
@@ -86,7 +86,7 @@ _ARRAYS: dict[str, tuple[DTypeLike, int]] = {
     "counts": (np.int64, 1),
 }
 
-#: ``TilesParams`` of tiles.cu.
+#: ``TilesParams`` of common/tiles.cuh.
 TILES_PARAMS = np.dtype(
     [
         *[(name, _POINTER) for name in ("bitmap", *_ARRAYS)],
@@ -116,7 +116,7 @@ _MAX_PAIRS = 1 << 29
 
 @dataclass(frozen=True)
 class TileBuild:
-    """Sizes of a build of tiles and tasks by ``tiles.cu``: of a geometry, whatever the mask holds.
+    """Sizes of a build by the tile kernels: of a geometry, whatever the mask holds.
 
     Uniform blocks without token bits, KV side pack, longest first and split.
 

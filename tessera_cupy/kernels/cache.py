@@ -143,7 +143,9 @@ class KernelCache:
             except entry.Unusable:
                 pass
             begin = time.perf_counter()
-            result = compile_cubin(source(config), f"{config.name}.cu", config.arch, self._sources)
+            # Not the name of the file that it includes.
+            unit = f"{config.name}.entry.cu"
+            result = compile_cubin(source(config), unit, config.arch, self._sources)
             seconds = time.perf_counter() - begin
             entry.write(folder, config, key, nvrtc, result, seconds)
         return folder / entry.CUBIN

@@ -17,7 +17,7 @@ DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 MAX_HEAD_DIM = 256
 #: Entry function of each kernel.
 ENTRIES = {"attend_mma": "attend", "attend_wgmma": "attend", "merge_splits": "merge_splits"}
-#: Kernels that build tiles on the GPU; each bears its entry's name, and all are in ``tiles.cu``.
+#: Kernels that build tiles on the GPU, in launch order.
 TILE_KERNELS = ("tile_counts", "tile_scan", "tile_fragments")
 #: How ``mask_state`` may find a mask in GPU memory; the one feature of an entry.
 MASK_FORMATS = ("dense", "packed", "lists", "csr")
@@ -29,9 +29,8 @@ class KernelConfig:
 
     Attributes:
         arch: architecture name, such as ``"sm_90a"``.
-        kernel: ``"attend_mma"``, ``"attend_wgmma"`` or ``"merge_splits"``, the source file's name,
-            ``"mask_state"``; or ``"csr_columns"``, which is in ``mask_state.cu``, or one of
-            :data:`TILE_KERNELS`.
+        kernel: the source file's name: ``"attend_mma"``, ``"attend_wgmma"``, ``"merge_splits"``,
+            ``"mask_state"``, ``"csr_columns"`` or one of :data:`TILE_KERNELS`.
         head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled. 0 for
             kernels that read no Q, K or V.
         dtype: ``"float16"`` or ``"bfloat16"``; empty for kernels that read no Q, K or V.
@@ -153,7 +152,7 @@ def _align(size: int, to: int) -> int:
 
 
 _TILE_SMEM: dict[str, Callable[[int], int]] = {
-    # TileScanStorage in tiles.cu: 256 buckets a warp, in whose place 4096 turns fit; their edges;
+    # TileScanStorage: 256 buckets a warp, in whose place 4096 turns fit; their edges;
     # two sums and a count a warp; ten numbers.
     "tile_scan": lambda warps: max(4 * 256 * warps, 8 * 4096) + 4 * 256 + 12 * warps + 40,
     # 1024 entries of 16 bits a warp.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tessera_cupy._resources import kernels_dir
-from tessera_cupy.kernels.catalog import TILE_KERNELS, KernelConfig
+from tessera_cupy.kernels.catalog import KernelConfig
 
 _TYPES = {"float16": "half_t", "bfloat16": "bf16_t"}
 
@@ -21,41 +21,38 @@ def source(config: KernelConfig) -> str:
     TESSERA_MERGE_SPLITS(bf16_t, 8)
     <BLANKLINE>
     """
-    file = "tiles" if config.kernel in TILE_KERNELS else config.kernel
-    file = "mask_state" if config.kernel == "csr_columns" else file
-    head = f'// {config.name} for {config.arch}\n#include "{file}.cu"\n\n'
-    if config.kernel in TILE_KERNELS:
-        entry = f"{head}TESSERA_{config.kernel.upper()}({config.warps})\n"
-        if config.kernel != "tile_scan":
-            return entry
-        storage = f"TileScanStorage<{config.warps}>"
-        return f"{entry}\n{_size_check(storage, config)}"
-    if config.kernel == "csr_columns":
-        return f"{head}TESSERA_CSR_COLUMNS({config.warps}, {config.min_ctas})\n"
+    arguments, storage = _instance(config)
+    text = f'// {config.name} for {config.arch}\n#include "{config.kernel}.cu"\n\n'
+    text += f"TESSERA_{config.kernel.upper()}({arguments})\n"
+    if not storage:
+        return text
+    if storage.endswith("<Config>"):
+        family = "WgmmaConfig" if config.kernel == "attend_wgmma" else "AttendConfig"
+        shape = arguments if config.kernel == "attend_wgmma" else arguments.rpartition(", ")[0]
+        text += f"\nusing Config = tessera::{family}<tessera::{shape}>;"
+    return f"{text}\n{_size_check(storage, config)}"
+
+
+def _instance(config: KernelConfig) -> tuple[str, str]:
+    """Arguments of the entry's macro; the type whose size the catalog states, or nothing."""
+    warps, ctas = config.warps, config.min_ctas
     if config.kernel == "mask_state":
         form = f"k{config.features[0].capitalize()}"
-        storage = f"MaskStateStorage<tessera::MaskFormat::{form}, {config.warps}>"
-        return (
-            f"{head}TESSERA_MASK_STATE({form}, {config.warps}, {config.min_ctas})\n\n"
-            f"{_size_check(storage, config)}"
-        )
+        storage = f"MaskStateStorage<tessera::MaskFormat::{form}, {warps}>"
+        return f"{form}, {warps}, {ctas}", storage
+    if config.kernel == "csr_columns":
+        return f"{warps}, {ctas}", ""
+    if not config.dtype:
+        return str(warps), f"TileScanStorage<{warps}>" if config.kernel == "tile_scan" else ""
     element = _TYPES[config.dtype]
     if config.kernel == "merge_splits":
-        return f"{head}TESSERA_MERGE_SPLITS({element}, {config.warps})\n"
+        return f"{element}, {warps}", ""
+    sizes: tuple[object, ...] = (config.head_dim, config.tile_q, config.tile_kv)
     if config.kernel == "attend_wgmma":
-        shape = f"{config.head_dim}, {config.tile_q}, {config.tile_kv}"
-        return (
-            f"{head}TESSERA_ATTEND_WGMMA({element}, {shape})\n\n"
-            f"using Config = tessera::WgmmaConfig<tessera::{element}, {shape}>;\n"
-            f"{_size_check('WgmmaStorage<Config>', config)}"
-        )
-    sizes = (config.head_dim, config.tile_q, config.tile_kv, config.warps, config.stages)
-    shape = ", ".join(map(str, sizes)) + (", true" if config.bits else ", false")
-    return (
-        f"{head}TESSERA_ATTEND_MMA({element}, {shape}, {config.min_ctas})\n\n"
-        f"using Config = tessera::AttendConfig<tessera::{element}, {shape}>;\n"
-        f"{_size_check('SharedStorage<Config>', config)}"
-    )
+        return ", ".join(map(str, (element, *sizes))), "WgmmaStorage<Config>"
+    bits = "true" if config.bits else "false"
+    sizes = (element, *sizes, warps, config.stages, bits, ctas)
+    return ", ".join(map(str, sizes)), "SharedStorage<Config>"
 
 
 def _size_check(storage: str, config: KernelConfig) -> str:

@@ -90,7 +90,7 @@ def test_second_call_and_second_cache_find_it(
     first = cache.get(config)
     assert cache.get(config) == cache.find(config) == cache.build(config) == first
     assert KernelCache(root, sources).get(config) == first
-    assert compiled == ["merge_splits_bf16.cu"]
+    assert compiled == ["merge_splits_bf16.entry.cu"]
 
 
 def test_lookup_of_a_kernel_that_is_there_is_quick(
@@ -242,7 +242,7 @@ def test_sixteen_threads_compile_once(
     with ThreadPoolExecutor(16) as pool:
         paths = set(pool.map(get, range(16)))
     assert len(paths) == 1
-    assert compiled == ["merge_splits_bf16.cu"]
+    assert compiled == ["merge_splits_bf16.entry.cu"]
 
 
 # Damage

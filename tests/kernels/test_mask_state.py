@@ -1,4 +1,4 @@
-"""``mask_state.cu`` on the CPU, against ``BlockMask``: bitmap, counts, columns, bad input."""
+"""``mask_state.cu`` and ``csr_columns.cu`` on the CPU, against ``BlockMask``; and bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tiles.cu`` on the CPU, against the planner: lists, steps, tasks, merges, outputs too small."""
+"""The tile kernels on the CPU, against the planner: lists, tasks, merges, outputs too small."""
 
 from __future__ import annotations
 

@@ -1,0 +1,239 @@
+// What the kernels share that take a mask's bitmap to the tiles and tasks of the attention kernels,
+// equal to what mapping/ and organization/ make of it on the host: uniform blocks, no token bits,
+// KV side pack.
+//
+//   bitmap  u32 [mask heads][nq][words]: bit c % 32 of word c / 32 is block column c, 0 past nk.
+//   tile    `joined` neighbouring query blocks (merge, share), one block (retain), or one of
+//           `parts` of a block (split). Its list is the union of its blocks' rows; an entry is
+//           ceil(kv_block / slot) fragments, fewer in a short last block.
+//   share   fragments of both halves of the tile's rows, of the first alone, of the second alone:
+//           three classes, each padded to whole steps (mapping/share.py). Elsewhere all are `both`.
+//   pair    a query head and a tile of its mask head. A task is a pair, or one of its split-K
+//           parts.
+//
+// Three kernels, each launched once, with sizes that follow from the geometry alone:
+//   tile_counts     a warp a tile: fragments of each class, length and steps of the list.
+//   tile_scan       one CTA: where each list begins; tasks in launch order (longest first inside
+//                   each group of heads, split, last round), merge arrays, counts.
+//   tile_fragments  a warp a tile: the list; a thread a task: the record.
+// An output that is too small is flagged in the counts; then there are no tasks, and nothing is
+// written past any output's end.
+//
+// All numbers are integers, and no result depends on the order in which threads run.
+#pragma once
+
+#include "common/builders.cuh"
+#include "common/types.cuh"
+
+namespace tessera {
+
+// Fragments of a tile's list by the halves of the tile that need them.
+struct alignas(16) Classes {
+  i32 both;
+  i32 first;
+  i32 second;
+  i32 unused;
+};
+
+// A task before its numbers are looked up.
+struct alignas(8) Turn {
+  i32 pair;
+  u16 part;
+  u16 parts;
+};
+
+struct TilesParams {
+  const u32* bitmap;
+  Classes* classes;    // (tiles,)
+  i32* tile_frags;     // (tiles,) length of the list, padding included
+  i32* tile_steps;     // (tiles,)
+  i64* frag_offsets;   // (tiles + 1,)
+  Fragment* frags;     // (frag_capacity,)
+  Task* tasks;         // (task_capacity,)
+  Turn* turns;         // (task_capacity,) scratch
+  i32* pair_slots;     // (pairs,) scratch
+  i32* merge_head;     // (merge_capacity,)
+  i32* merge_tile;     // (merge_capacity,)
+  i32* merge_offsets;  // (merge_capacity + 1,)
+  i64* counts;         // (8,), as in TileCount; the rest is 0
+  i64 frag_capacity;
+  i32 task_capacity;
+  i32 merge_capacity;
+  i32 tiles;
+  i32 head_tiles;  // tiles of one mask head
+  i32 nq;
+  i32 nk;
+  i32 words;  // of a row of the bitmap
+  i32 sq;
+  i32 skv;
+  i32 q_block;
+  i32 kv_block;
+  i32 joined;     // query blocks of a tile, or 1
+  i32 parts;      // tiles of a query block, or 1
+  i32 tile_rows;  // of a whole tile
+  i32 slot;       // columns of a fragment
+  i32 per_step;   // fragments of a step
+  i32 share;      // 1: lists by class
+  i32 pairs;
+  i32 q_heads;
+  i32 mask_batch;
+  i32 mask_heads;
+  i32 group_pairs;  // pairs of the heads that L2 holds together
+  i32 capacity;     // CTAs of the attention kernel that run at a time
+};
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Sums over the lanes up to and with the own one.
+template <typename T>
+__device__ __forceinline__ T warp_scan(T value) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const T other = __shfl_sync(kAllLanes, value, (lane - step) & 31);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
+template <typename T>
+__device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+
+__device__ __forceinline__ int warp_max(int value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    value = max(value, __shfl_xor_sync(kAllLanes, value, step));
+  }
+  return value;
+}
+
+// Which rows a tile has: of a mask head, `blocks` query blocks from `block` on.
+struct TileRows {
+  i32 head;
+  i32 block;
+  i32 blocks;
+  i32 first;
+  i32 rows;
+};
+
+__device__ __forceinline__ TileRows tile_rows(const TilesParams& p, int tile) {
+  const int head = tile / p.head_tiles;
+  const int index = tile - head * p.head_tiles;
+  const int block = index / p.parts * p.joined;
+  const int lead = index % p.parts * p.tile_rows;
+  const int first = block * p.q_block + lead;
+  const int most = min(p.tile_rows, p.joined * p.q_block - lead);
+  return {head, block, min(p.joined, p.nq - block), first, min(most, p.sq - first)};
+}
+
+// Membership word of the tile's query block s.
+__device__ __forceinline__ u32 block_members(const TilesParams& p, const TileRows& tile, int s) {
+  const int low = s * p.q_block / kGroupRows;
+  const int high = ceil_div(min((s + 1) * p.q_block, tile.rows), kGroupRows);
+  return (1u << high) - (1u << low);
+}
+
+// The row of the bitmap of a tile's first query block.
+__device__ __forceinline__ const u32* bitmap_rows(const TilesParams& p, const TileRows& tile) {
+  return p.bitmap + (static_cast<i64>(tile.head) * p.nq + tile.block) * p.words;
+}
+
+// 32 block columns of a tile's list, by class.
+struct ClassWords {
+  u32 both;
+  u32 first;
+  u32 second;
+};
+
+__device__ __forceinline__ ClassWords class_words(const TilesParams& p, const TileRows& tile,
+                                                  const u32* rows, int index) {
+  const u32 first_half = (1u << (p.tile_rows / (2 * kGroupRows))) - 1;
+  u32 in_first = 0;
+  u32 in_second = 0;
+#pragma unroll 4
+  for (int s = 0; s < tile.blocks; ++s) {
+    const u32 members = block_members(p, tile, s);
+    const u32 word = index < p.words ? rows[s * p.words + index] : 0;
+    if (!p.share || (members & first_half) != 0) in_first |= word;
+    if (!p.share || (members & ~first_half) != 0) in_second |= word;
+  }
+  return {in_first & in_second, in_first & ~in_second, in_second & ~in_first};
+}
+
+// How a list is cut into steps; see _fillers in mapping/share.py.
+struct Layout {
+  i32 both;   // fragments of the class
+  i32 first;  // fragments of the class that stay in its steps
+  i32 second;
+  i32 of_first;  // the last ones of the class, which fill steps of both
+  i32 of_second;
+  i32 both_steps;
+  i32 first_steps;
+  i32 second_steps;
+};
+
+__device__ __forceinline__ Layout lay_out(const TilesParams& p, const Classes& count) {
+  const int per_step = p.per_step;
+  Layout list{};
+  list.both = count.both;
+  list.both_steps = count.both / per_step;
+  const int both_rest = count.both - list.both_steps * per_step;
+  list.both_steps += both_rest > 0;
+  if (!p.share) return list;
+  const int room = both_rest > 0 ? per_step - both_rest : 0;
+  list.first_steps = count.first / per_step;
+  list.second_steps = count.second / per_step;
+  const int first_rest = count.first - list.first_steps * per_step;
+  const int second_rest = count.second - list.second_steps * per_step;
+  // Steps that the rests add to those of both.
+  auto steps_more = [&](int rests) { return (rests > room) + (rests > room + per_step); };
+  int best = 0;
+  int least = 0x7fffffff;
+#pragma unroll
+  for (int choice = 0; choice < 4; ++choice) {
+    const int of_first = choice & 1 ? first_rest : 0;
+    const int of_second = choice & 2 ? second_rest : 0;
+    const int more = steps_more(of_first + of_second);
+    const int alone = more + (of_first < first_rest) + (of_second < second_rest);
+    const int shorter = choice == 1   ? count.first < count.second
+                        : choice == 2 ? count.first >= count.second
+                                      : 0;
+    const int cost = 8 * (more + alone) + 2 * alone + shorter;
+    if (cost < least) {
+      least = cost;
+      best = choice;
+    }
+  }
+  list.of_first = best & 1 ? first_rest : 0;
+  list.of_second = best & 2 ? second_rest : 0;
+  list.first = count.first - list.of_first;
+  list.second = count.second - list.of_second;
+  list.both_steps += steps_more(list.of_first + list.of_second);
+  list.first_steps += list.of_first < first_rest;
+  list.second_steps += list.of_second < second_rest;
+  return list;
+}
+
+struct HeadTile {
+  i32 head;
+  i32 tile;
+};
+
+__device__ __forceinline__ HeadTile head_tile(const TilesParams& p, int pair) {
+  const int head = pair / p.head_tiles;
+  const int batch = p.mask_batch > 1 ? head / p.q_heads : 0;
+  const int of_batch = p.mask_heads > 1 ? head % p.q_heads : 0;
+  const int mask_head = batch * p.mask_heads + of_batch;
+  return {head, mask_head * p.head_tiles + (pair - head * p.head_tiles)};
+}
+
+// First step of a part: steps * part / parts, without a 64-bit product.
+__device__ __forceinline__ int part_begin(int steps, int parts, int part) {
+  return steps / parts * part + steps % parts * part / parts;
+}
+
+}  // namespace tessera

@@ -1,0 +1,150 @@
+// Every tile's list of fragments, a warp a tile, and the records of the tasks, a thread a task
+// (common/tiles.cuh). grid = CTAs for all tiles; what does not fit an output is not written.
+//
+// Shared memory: 2 KB a warp for the entries of 32 words of the bitmap.
+#pragma once
+
+#include "common/tiles.cuh"
+
+namespace tessera {
+
+__device__ __forceinline__ void write_tasks(const TilesParams& p) {
+  const i64 count = p.counts[kTasks];
+  const i64 threads = static_cast<i64>(gridDim.x) * blockDim.x;
+  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += threads) {
+    const Turn turn = p.turns[i];
+    const HeadTile of = head_tile(p, turn.pair);
+    const TileRows rows = tile_rows(p, of.tile);
+    const int steps = p.tile_steps[of.tile];
+    Task task;
+    task.head = of.head;
+    task.begin = part_begin(steps, turn.parts, turn.part);
+    task.end = part_begin(steps, turn.parts, turn.part + 1);
+    task.slot = turn.parts > 1 ? p.pair_slots[turn.pair] + turn.part : -1;
+    task.reverse = 0;
+    task.first_row = rows.first;
+    task.rows = rows.rows;
+    task.frag_count = p.tile_frags[of.tile];
+    task.frag_begin = p.frag_offsets[of.tile];
+    task.units = -1;
+    p.tasks[i] = task;
+  }
+}
+
+// One tile's list as it is written.
+struct ListWriter {
+  u64* frags;  // of the tile's list
+  i32 room;    // fragments that the output has from there on
+  i32 per_step;
+
+  __device__ __forceinline__ void put(int index, u32 start, u32 info) const {
+    if (index < room) frags[index] = static_cast<u64>(info) << 32 | start;
+  }
+  // Step and place of fragment i of a half's class, which is in the half's step i / per_step: such
+  // steps follow those of both, and take turns with the `other` half's, to which the first belongs.
+  __device__ __forceinline__ int alone(int both_steps, int i, int other, int late) const {
+    const int step = i / per_step;
+    return (both_steps + step + min(step + late, other)) * per_step + i - step * per_step;
+  }
+  __device__ __forceinline__ void pad(int begin, int end) const {
+    for (int i = begin + (threadIdx.x & 31); i < end; i += 32) put(i, 0, 0);
+  }
+};
+
+// Appends the positions of the set bits, from `base` on, to a list.
+__device__ __forceinline__ void append_bits(u16* list, u32 word, int base) {
+  for (; word != 0; word &= word - 1) *list++ = static_cast<u16>(base + __ffs(word) - 1);
+}
+
+// A lane takes a word of the bitmap, and a warp the entries of its 32 words class by class.
+template <int kWarps>
+__device__ __forceinline__ void tile_fragments(const TilesParams& p) {
+  extern __shared__ __align__(1024) u8 dynamic_smem[];
+  constexpr int kEntries = 32 * 32;
+  write_tasks(p);
+  const int lane = threadIdx.x & 31;
+  const int tile = blockIdx.x * kWarps + (threadIdx.x >> 5);
+  if (tile >= p.tiles) return;
+  u16* entries = reinterpret_cast<u16*>(dynamic_smem) + (threadIdx.x >> 5) * kEntries;
+  const TileRows rows = tile_rows(p, tile);
+  const u32* bitmap = bitmap_rows(p, rows);
+  const Layout list = lay_out(p, p.classes[tile]);
+  const i64 begin = p.frag_offsets[tile];
+  const i64 room = p.frag_capacity - begin;
+  const ListWriter writer{reinterpret_cast<u64*>(p.frags) + begin,
+                          room < 0            ? 0
+                          : room < 0x7fffffff ? static_cast<i32>(room)
+                                              : 0x7fffffff,
+                          p.per_step};
+  const int most = ceil_div(p.kv_block, p.slot);
+
+  // Entries of the classes so far.
+  int both = 0;
+  int first = 0;
+  int second = 0;
+  for (int base = 0; base < p.words; base += 32) {
+    const ClassWords words = class_words(p, rows, bitmap, base + lane);
+    const int counts = __popc(words.both) | __popc(words.first) << 16;
+    const int upto = warp_scan(counts);
+    const int second_upto = warp_scan(__popc(words.second));
+    const int totals = __shfl_sync(kAllLanes, upto, 31);
+    const int both_here = totals & 0xffff;
+    const int halves_begin = both_here + (totals >> 16);
+    const int here = halves_begin + __shfl_sync(kAllLanes, second_upto, 31);
+    const int before = upto - counts;
+    append_bits(entries + (before & 0xffff), words.both, lane * 32);
+    append_bits(entries + both_here + (before >> 16), words.first, lane * 32);
+    append_bits(entries + halves_begin + second_upto - __popc(words.second), words.second,
+                lane * 32);
+    __syncwarp();
+    for (int k = lane; k < here; k += 32) {
+      const int entry = entries[k];
+      const u32* word = bitmap + base + (entry >> 5);
+      u32 members = 0;
+#pragma unroll 4
+      for (int s = 0; s < rows.blocks; ++s) {
+        if (word[s * p.words] >> (entry & 31) & 1) members |= block_members(p, rows, s);
+      }
+      const bool of_second = k >= halves_begin;
+      const bool of_half = k >= both_here;
+      const int rank = k + (of_second ? second - halves_begin : of_half ? first - both_here : both);
+      // The first `kept` fragments of a half stay in its steps; the others, and both's, follow
+      // each other from `moved` on.
+      const int kept = of_second ? list.second : of_half ? list.first : 0;
+      const int moved = of_second ? list.both + list.of_first : of_half ? list.both : 0;
+      const int other = of_second ? list.first_steps : list.second_steps;
+      const int start = (base * 32 + entry) * p.kv_block;
+      const int width = min(p.kv_block, p.skv - start);
+      for (int j = 0; j * p.slot < width; ++j) {
+        const int i = rank * most + j;
+        const int place =
+            i < kept ? writer.alone(list.both_steps, i, other, of_second) : moved + i - kept;
+        const u32 length = min(p.slot, width - j * p.slot);
+        writer.put(place, start + j * p.slot, length << 24 | members);
+      }
+    }
+    __syncwarp();
+    both += both_here;
+    first += totals >> 16;
+    second += here - halves_begin;
+  }
+  if (!p.share) return;
+  writer.pad(list.both + list.of_first + list.of_second, list.both_steps * p.per_step);
+  auto pad_half = [&](int count, int steps, int other, int late) {
+    if (count == steps * p.per_step) return;
+    const int begin_of_padding = writer.alone(list.both_steps, count, other, late);
+    writer.pad(begin_of_padding, begin_of_padding + steps * p.per_step - count);
+  };
+  pad_half(list.first, list.first_steps, list.second_steps, 0);
+  pad_half(list.second, list.second_steps, list.first_steps, 1);
+}
+
+}  // namespace tessera
+
+// The one entry of a specialisation. One CTA a multiprocessor is named so that ptxas does not aim
+// at more by spilling.
+#define TESSERA_TILE_FRAGMENTS(WARPS)                                       \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)               \
+      tile_fragments(const __grid_constant__ tessera::TilesParams params) { \
+    tessera::tile_fragments<WARPS>(params);                                 \
+  }
