@@ -714,6 +714,7 @@ struct Attend {
 template <typename C>
 __device__ __forceinline__ void attend_mma(const AttendParams& params) {
   extern __shared__ __align__(1024) u8 dynamic_smem[];
+  if (params.counts != nullptr && blockIdx.x >= params.counts[kTasks]) return;
   Attend<C> attend{params, *reinterpret_cast<SharedStorage<C>*>(dynamic_smem)};
   attend.run();
 }

@@ -15,6 +15,7 @@ namespace tessera {
 
 template <typename T, int kWarps>
 __device__ __forceinline__ void merge_splits(const MergeParams& p) {
+  if (p.counts != nullptr && blockIdx.x >= p.counts[kMerges]) return;
   const int lane = threadIdx.x & 31;
   const int row = blockIdx.y * kWarps + (threadIdx.x >> 5);
   const int tile = p.merge_tile[blockIdx.x];

@@ -7,11 +7,8 @@ namespace tessera {
 
 inline constexpr u32 kAllLanes = 0xffffffffu;
 
-// Of a mask (mask_state.cu), and of its tiles and tasks (tile_scan.cu). Each has the errors at one
-// place.
+// Of a mask (mask_state.cu). The errors are where those of TileCount are.
 enum MaskScalar { kNnz, kInRuns, kLongest, kShortest, kTicket = 7 };
-enum TileCount { kFragments, kTasks, kMerges, kSlots };
-inline constexpr int kErrors = 4;
 
 enum BuildError : u32 {
   kOutOfRange = 1,  // a column, or a bit, past nk

@@ -44,7 +44,8 @@ struct alignas(8) Turn {
 
 struct TilesParams {
   const u32* bitmap;
-  Classes* classes;    // (tiles,)
+  Classes* classes;    // (tiles,) scratch
+  i32* tile_q;         // (tiles, 2): first row of the head, number of rows
   i32* tile_frags;     // (tiles,) length of the list, padding included
   i32* tile_steps;     // (tiles,)
   i64* frag_offsets;   // (tiles + 1,)

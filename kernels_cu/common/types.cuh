@@ -47,6 +47,11 @@ struct Fragment {
   u32 info;
 };
 
+// The i64 counts[8] of tasks that a GPU made (tile_scan.cu); the rest is 0. With errors there are
+// no tasks. Launches are then as large as the geometry can need, and what is not below a count has
+// nothing to do.
+enum TileCount { kFragments, kTasks, kMerges, kSlots, kErrors };
+
 // Element strides of a (batch, head, row, head_dim) tensor whose last axis is contiguous.
 struct Strides {
   i64 batch;
@@ -74,9 +79,10 @@ struct AttendParams {
   i32 q_per_kv;
   i32 head_dim;  // at most kHeadDim; the rest is zero-filled
   i32 sq;
-  i32 slot_log2;     // columns of one fragment slot
-  float scale_log2;  // |sm_scale| * log2(e), never zero
-  i32 negate;        // 1 when sm_scale is negative
+  i32 slot_log2;      // columns of one fragment slot
+  float scale_log2;   // |sm_scale| * log2(e), never zero
+  i32 negate;         // 1 when sm_scale is negative
+  const i64* counts;  // TileCount, or null: there is a task for each CTA
 };
 
 // What cuTensorMapEncodeTiled wrote; travels by value.
@@ -107,6 +113,7 @@ struct WgmmaParams {
   i32 whole_rows;  // rows that the fragment maps reach: whole groups of 8, or 0 without such a map
   float scale_log2;
   i32 negate;
+  const i64* counts;  // TileCount, whose tasks are the task_count; or null
 };
 
 struct MergeParams {
@@ -123,8 +130,9 @@ struct MergeParams {
   i32 q_heads;
   i32 head_dim;
   i32 sq;
-  i32 tile_rows;  // rows of one workspace slot
-  i32 row_width;  // floats of one workspace row
+  i32 tile_rows;      // rows of one workspace slot
+  i32 row_width;      // floats of one workspace row
+  const i64* counts;  // TileCount, or null: there is a merge for each CTA
 };
 
 }  // namespace tessera

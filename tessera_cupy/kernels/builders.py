@@ -73,6 +73,7 @@ def mask_state_grid(config: KernelConfig, rows: int, sms: int) -> int:
 
 _ARRAYS: dict[str, tuple[DTypeLike, int]] = {
     "classes": (np.int32, 4),
+    "tile_q": (np.int32, 2),
     "tile_frags": (np.int32, 1),
     "tile_steps": (np.int32, 1),
     "frag_offsets": (np.int64, 1),

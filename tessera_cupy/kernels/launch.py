@@ -49,6 +49,7 @@ ATTEND_PARAMS = np.dtype(
         *[(name, np.int32) for name in ("q_heads", "q_per_kv", "head_dim", "sq", "slot_log2")],
         ("scale_log2", np.float32),
         ("negate", np.int32),
+        ("counts", _POINTER),
     ],
     align=True,
 )
@@ -61,6 +62,7 @@ MERGE_PARAMS = np.dtype(
         *[(name, _POINTER) for name in ("merge_head", "merge_tile", "merge_offsets", "tile_q")],
         *[(name, _POINTER) for name in ("units", "partial_o", "partial_ml")],
         *[(name, np.int32) for name in ("q_heads", "head_dim", "sq", "tile_rows", "row_width")],
+        ("counts", _POINTER),
     ],
     align=True,
 )
@@ -71,18 +73,19 @@ WGMMA_PARAMS = np.dtype(
             *("q", "k_rows", "v_rows", "k_fragment", "v_fragment"),
             *("o", "lse", "o_stride", "tasks", "frags", "units", "partial_o", "partial_ml"),
             *("task_count", "q_heads", "q_per_kv", "head_dim", "sq", "slot_log2", "whole_rows"),
-            *("scale_log2", "negate"),
+            *("scale_log2", "negate", "counts"),
         ],
         "formats": [
             *[TENSOR_MAP] * 5,
             *(_POINTER, _POINTER, _STRIDES, *[_POINTER] * 5),
             *[np.int32] * 7,
-            *(np.float32, np.int32),
+            *(np.float32, np.int32, _POINTER),
         ],
         "offsets": [
             *range(0, 640, 128),
             *(640, 648, 656, *range(680, 720, 8)),
             *range(720, 720 + 4 * 9, 4),
+            760,
         ],
         "itemsize": 768,
     }

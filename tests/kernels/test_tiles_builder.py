@@ -165,6 +165,7 @@ def masked(
 def check_lists(got: dict[str, NDArray[Any]], tiles: Tiles) -> None:
     assert np.array_equal(got["frag_offsets"], tiles.frag_offsets)
     assert np.array_equal(got["tile_steps"], tiles.steps)
+    assert np.array_equal(got["tile_q"], tiles.tile_q)
     assert np.array_equal(got["tile_frags"], np.diff(tiles.frag_offsets))
     want = packed_fragments(tiles)
     assert np.array_equal(got["frags"][: len(want)], want)
