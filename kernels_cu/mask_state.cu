@@ -59,8 +59,8 @@ struct alignas(16) MaskPartial {
 };
 
 struct MaskStateParams {
-  const void* values;  // dense: u8, 0 or not; packed: u8, 8 columns a byte; lists, csr: i32 columns
-  const void* bounds;  // lists: i32 columns of each row that count; csr: i64 offsets, rows + 1
+  const void* values;  // dense: u8, 0 or not; packed: u8, 8 columns a byte; lists, csr: columns
+  const void* bounds;  // lists: columns of each row that count; csr: offsets, rows + 1
   i64 stride;          // from a row of values to the next, in elements; csr: unused
   i64 width;           // lists: columns that a row has room for; csr: length of values
   u32* bitmap;
@@ -69,6 +69,8 @@ struct MaskStateParams {
   MaskPartial* partials;  // one a CTA
   i32 rows;
   i32 nk;
+  i32 wide_values;  // 1: columns are i64, 0: i32
+  i32 wide_bounds;  // the same of counts and offsets
 };
 
 inline constexpr int kPassWords = 256;  // of a row that is built in shared memory
@@ -127,6 +129,12 @@ __device__ __forceinline__ u32 nonzero_bytes(uint4 bytes) {
 template <typename T>
 __device__ __forceinline__ T read(u64 address) {
   return __ldg(reinterpret_cast<const T*>(address));
+}
+
+// Element of an array of i64 or i32.
+__device__ __forceinline__ i64 integer(const void* array, i64 index, i32 wide) {
+  return wide ? __ldg(static_cast<const i64*>(array) + index)
+              : __ldg(static_cast<const i32*>(array) + index);
 }
 
 // The last `columns` bits of a word are off: all where there are 32 or more, none where there are
@@ -285,22 +293,20 @@ class MaskState {
   }
 
   __device__ __forceinline__ void listed_row(int row) {
-    const i32* columns = static_cast<const i32*>(p.values);
     i64 begin = 0;
     i64 given;
     i64 room = p.width;
     if constexpr (kFormat == MaskFormat::kLists) {
-      columns += row * p.stride;
-      given = __ldg(static_cast<const i32*>(p.bounds) + row);
+      begin = row * p.stride;
+      given = integer(p.bounds, row, p.wide_bounds);
     } else {
-      const i64* offsets = static_cast<const i64*>(p.bounds) + row;
-      const i64 offset = __ldg(offsets);
+      const i64 offset = integer(p.bounds, row, p.wide_bounds);
       begin = max(0ll, min(offset, p.width));
       if (begin != offset || (row == 0 && begin != 0)) errors |= kBadCount;
-      columns += begin;
-      given = __ldg(offsets + 1) - begin;
+      given = integer(p.bounds, row + 1, p.wide_bounds) - begin;
       room -= begin;
     }
+    const u8* const columns = static_cast<const u8*>(p.values) + begin * (p.wide_values ? 8 : 4);
     const int length = static_cast<int>(max(0ll, min(given, min(room, kLongestList))));
     if (length != given) errors |= kBadCount;
     u32* const bits = smem.word[warp];
@@ -312,7 +318,7 @@ class MaskState {
         for (int j = 0; j < kListBatch; ++j) {
           // A lane without a column takes its first again, which is then skipped.
           const int at = i + 32 * j;
-          column[j] = __ldg(columns + (at < length ? at : i));
+          column[j] = column_of(columns, at < length ? at : i);
         }
 #pragma unroll
         for (int j = 0; j < kListBatch; ++j) {
@@ -328,6 +334,13 @@ class MaskState {
       }
       __syncwarp();
     }
+  }
+
+  // An entry of a list; one that i32 does not hold is out of range anyhow.
+  __device__ __forceinline__ i32 column_of(const u8* columns, int at) const {
+    if (!p.wide_values) return __ldg(reinterpret_cast<const i32*>(columns) + at);
+    const i64 column = __ldg(reinterpret_cast<const i64*>(columns) + at);
+    return column == static_cast<i32>(column) ? static_cast<i32>(column) : -1;
   }
 
   __device__ __forceinline__ void set_bit(u32* bits, i32 column, int first, u32 inside) {

@@ -28,7 +28,7 @@ MASK_STATE_PARAMS = np.dtype(
         *[(name, _POINTER) for name in ("values", "bounds")],
         *[(name, np.int64) for name in ("stride", "width")],
         *[(name, _POINTER) for name in ("bitmap", "row_count", "scalars", "partials")],
-        *[(name, np.int32) for name in ("rows", "nk")],
+        *[(name, np.int32) for name in ("rows", "nk", "wide_values", "wide_bounds")],
     ],
     align=True,
 )

@@ -290,10 +290,13 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
         for kernel in TILE_KERNELS
     ]
     ctas = 3 if target.name in _SMALL else 4  # 48 or 64 warps
-    configs += [
-        _builder(target.name, "mask_state", _MASK_STATE_WARPS, ctas, (form,), _MASK_STATE_WHY[form])
-        for form in MASK_FORMATS
-    ]
+    for form in MASK_FORMATS:
+        # Columns and offsets of either width would spill with 32 registers.
+        form_ctas = 3 if form in ("lists", "csr") else ctas
+        why = _MASK_STATE_WHY[form]
+        configs.append(
+            _builder(target.name, "mask_state", _MASK_STATE_WARPS, form_ctas, (form,), why)
+        )
     configs.append(
         _builder(target.name, "csr_columns", _MASK_STATE_WARPS, ctas, (), _CSR_COLUMNS_WHY)
     )

@@ -109,6 +109,8 @@ class Runner:
             "scalars": scalars.data.ptr,
             "partials": partials.data.ptr,
             **{name: getattr(source, name) for name in ("stride", "width", "rows", "nk")},
+            "wide_values": source.values.dtype == np.int64,
+            "wide_bounds": source.bounds is not None and source.bounds.dtype == np.int64,
         }.items():
             params[name] = value
         self.launch(config, params, ctas, [values, bounds])
@@ -193,13 +195,18 @@ def packed(blocks: Blocks, rng: np.random.Generator) -> Source:
     return Source("packed", values, rows, nk, stride=stride, offset=offset)
 
 
+def integers(rng: np.random.Generator) -> type[np.signedinteger[Any]]:
+    """One of the types of columns, counts and offsets."""
+    return np.int64 if rng.random() < 0.5 else np.int32
+
+
 def lists(blocks: Blocks, rng: np.random.Generator) -> Source:
     """Columns in any order, and after those that count what is no column."""
     rows, nk = blocks.shape
-    counts = blocks.sum(axis=1).astype(np.int32)
+    counts = blocks.sum(axis=1).astype(integers(rng))
     width = int(counts.max(initial=0)) + int(rng.integers(0, 3))
     stride = width + int(rng.integers(0, 3))
-    values = rng.integers(-9, nk + 9, (rows, stride)).astype(np.int32)
+    values = rng.integers(-9, nk + 9, (rows, stride)).astype(integers(rng))
     for row, kept in enumerate(blocks):
         values[row, : counts[row]] = rng.permutation(np.flatnonzero(kept))
     return Source("lists", values, rows, nk, counts, stride=stride, width=width)
@@ -207,9 +214,9 @@ def lists(blocks: Blocks, rng: np.random.Generator) -> Source:
 
 def csr(blocks: Blocks, rng: np.random.Generator) -> Source:
     rows, nk = blocks.shape
-    indptr = np.concatenate([[0], np.cumsum(blocks.sum(axis=1))]).astype(np.int64)
+    indptr = np.concatenate([[0], np.cumsum(blocks.sum(axis=1))]).astype(integers(rng))
     columns = [rng.permutation(np.flatnonzero(row)) for row in blocks]
-    values = np.concatenate([*columns, np.zeros(0, np.int64)]).astype(np.int32)
+    values = np.concatenate([*columns, np.zeros(0, np.int64)]).astype(integers(rng))
     return Source("csr", values, rows, nk, indptr, width=len(values))
 
 
@@ -398,6 +405,7 @@ def test_a_bit_past_the_last_column_is_flagged(run: Runner) -> None:
         ([1, -1, 2], [1, 2], OUT_OF_RANGE),
         ([2**31 - 1, -(2**31), 39], [39], OUT_OF_RANGE),
         ([64, 63, 41], [], OUT_OF_RANGE),
+        ([2**32 + 5, 7, -(2**63)], [7], OUT_OF_RANGE),
         ([5, 7, 5], [5, 7], DUPLICATE),
         ([5, 40, 5], [5], OUT_OF_RANGE | DUPLICATE),
         ([39, 0, 20], [39, 0, 20], 0),
@@ -407,9 +415,10 @@ def test_bad_columns_are_left_out_and_flagged(
     run: Runner, form: str, columns: list[int], kept: list[int], errors: int
 ) -> None:
     """The bad row is the second of three; the third shares a column with it."""
-    values = np.array([3, *columns, 5], np.int32)
+    wide = np.int64 if max(columns) >= 2**31 else np.int32
+    values = np.array([3, *columns, 5], wide)
     indptr = np.array([0, 1, 4, 5], np.int64)
-    listed = np.full((3, 3), 5, np.int32)
+    listed = np.full((3, 3), 5, wide)
     listed[0, 0], listed[1] = 3, columns
     counts = np.array([1, 3, 1], np.int32)
     if errors:
@@ -468,7 +477,8 @@ def test_offsets_out_of_range_are_flagged(
 def test_entries_fill_the_multiprocessor(arch: str, form: str) -> None:
     config = builder(arch, f"mask_state_{form}")
     assert config.name == f"mask_state_{form}"
-    assert config.warps * config.min_ctas == (48 if arch in ("sm_86", "sm_89", "sm_120a") else 64)
+    full = 48 if arch in ("sm_86", "sm_89", "sm_120a") or form in ("lists", "csr") else 64
+    assert config.warps * config.min_ctas == full
 
 
 def test_grids_have_a_warp_a_row_as_far_as_they_fit() -> None:
