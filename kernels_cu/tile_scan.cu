@@ -386,7 +386,8 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
   p.counts[kMerges] = merges;
   p.counts[kSlots] = slots;
   p.counts[kErrors] = fits ? 0 : kCapacity;
-  for (int i = kErrors + 1; i < 8; ++i) p.counts[i] = 0;
+  for (int i = kErrors + 1; i < kStamp; ++i) p.counts[i] = 0;
+  p.counts[kStamp] = p.stamp;
 }
 
 }  // namespace tessera

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tessera_cupy import gpus, interop
@@ -17,7 +18,7 @@ from tessera_cupy.masks import BlockMask
 from tessera_cupy.plan import Plan
 from tessera_cupy.prepared import Prepared, prepare
 from tessera_cupy.regimes import PlanSpec, Table
-from tessera_cupy.request import ArraySpec, Request, make_request
+from tessera_cupy.request import ArraySpec, make_request
 
 #: Architecture that host arrays are planned for, unless ``arch`` says otherwise.
 HOST_ARCH = "sm_90a"
@@ -34,6 +35,9 @@ def make_plan(
     arch: str | None = None,
 ) -> Plan:
     """Choose a plan for a mask and arrays of these shapes; nothing is computed yet.
+
+    Where the choice depends on a mask in GPU memory, its GPU counts it on q's current stream, and
+    the host waits for a few numbers.
 
     Args:
         mask: what to compute.
@@ -67,7 +71,10 @@ def make_plan(
         target = get_arch(HOST_ARCH)
     device = interop.device_of(q, "q") if gpu else None
     request = make_request(mask, q, k, v, layout=layout, arch=target, on_gpu=gpu)
-    return Plan(mask, prepare(mask, request, regime, device if arch is None else None))
+    if arch is not None:
+        device = None
+    with _counting(mask, device, q, None):
+        return Plan(mask, prepare(mask, request, regime, device))
 
 
 def block_sparse_attention(
@@ -94,15 +101,19 @@ def block_sparse_attention(
             the NumPy executor: right, and slow. Values must be finite.
         k: (batch, kv_heads, skv, head_dim); ``kv_heads`` divides ``q_heads``.
         v: as k.
-        mask: keep where true; its batch and head axes are 1 or q's. It is a snapshot: to
-            apply new contents, build a new mask. After a call that a CUDA graph captured, keep
-            it until the last replay is complete.
+        mask: keep where true; its batch and head axes are 1 or q's. A mask over arrays in GPU
+            memory is an operand, read on the call's stream, once until ``mask.refresh()``; any
+            other is a snapshot. After a call that a CUDA graph captured, keep the mask until the
+            last replay is complete.
         sm_scale: factor on the scores; None means ``1 / sqrt(head_dim)``.
         layout: ``"BHSD"`` or ``"BSHD"``.
         out: array to write, with q's shape, dtype and device: q itself, or memory apart from
             q, k and v, in which each element has its own place.
         return_lse: also return the log-sum-exp.
-        regime: as in :func:`make_plan`.
+        regime: as in :func:`make_plan`. With a plan's name, a call whose mask is over GPU arrays
+            never waits for the GPU where the GPU makes the plan, and can be captured in a CUDA
+            graph together with the planning: each replay then follows the mask's contents. With
+            ``"auto"`` the first call of a mask, and of each refresh, waits for a few numbers.
         stream: stream to run on; None means the current one of q's framework.
 
     Returns:
@@ -126,22 +137,38 @@ def block_sparse_attention(
     device = None if host else interop.device_of(q, "q")
     arch = get_arch(HOST_ARCH) if device is None else gpus.arch_of(device)
     request = make_request(mask, q, k, v, layout=layout, arch=arch, on_gpu=not host)
-    plan = _reused(mask, request, regime, device)
+    regime = checked_regime(regime)
+    with _plans_lock:
+        plans = _plans.setdefault(mask, _Plans())
+    with plans.lock:
+        key = (request, regime, device)
+        prepared = plans.prepared.get(key)
+        if prepared is None or prepared.version != mask.version:
+            if prepared is not None:
+                plans.prepared.clear()  # all are of the same version
+            with _counting(mask, device, q, stream):
+                prepared = plans.prepared[key] = prepare(mask, request, regime, device)
+    plan = Plan(mask, prepared)
     return plan.run(q, k, v, sm_scale=sm_scale, out=out, return_lse=return_lse, stream=stream)
 
 
-# What each living mask's requests have had prepared; masks never change.
-_cache: weakref.WeakKeyDictionary[BlockMask, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
-_cache_lock = threading.Lock()
+class _Plans:
+    """What the requests of one mask have had prepared."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.prepared: dict[Any, Prepared] = {}
 
 
-def _reused(
-    mask: BlockMask, request: Request, regime: str | PlanSpec | Table, device: int | None
-) -> Plan:
-    regime = checked_regime(regime)
-    key = (request, regime, device)
-    with _cache_lock:
-        prepared = _cache.setdefault(mask, {}).get(key)
-        if prepared is None:
-            prepared = _cache[mask][key] = prepare(mask, request, regime, device)
-    return Plan(mask, prepared)
+# Of each living mask.
+_plans: weakref.WeakKeyDictionary[BlockMask, _Plans] = weakref.WeakKeyDictionary()
+_plans_lock = threading.Lock()
+
+
+def _counting(
+    mask: BlockMask, device: int | None, q: Any, stream: Any
+) -> AbstractContextManager[None]:
+    """Where a plan is chosen: on the call's stream, if a GPU may have to count the mask."""
+    if device is None or mask.source is None:
+        return nullcontext()
+    return interop.on_stream(stream, (q,), device)

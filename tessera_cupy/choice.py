@@ -10,6 +10,7 @@ from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.kernels import catalog
 from tessera_cupy.mapping import why_not
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks.summary import MaskSummary
 from tessera_cupy.regimes import Features, PlanSpec, Table, load_for
 from tessera_cupy.request import Request
 
@@ -30,7 +31,10 @@ class PlanChoice:
 
 
 def choose(
-    mask: BlockMask, request: Request, regime: str | PlanSpec | Table
+    mask: BlockMask,
+    request: Request,
+    regime: str | PlanSpec | Table,
+    summary: MaskSummary | None = None,
 ) -> tuple[PlanSpec, catalog.KernelConfig, PlanChoice]:
     """The first plan of the ranking that can serve the request, with its kernel.
 
@@ -38,6 +42,7 @@ def choose(
         mask: what to compute.
         request: sizes, dtype, layout and architecture.
         regime: as in :func:`tessera_cupy.make_plan`.
+        summary: what a GPU counted in the mask, which is then not read.
 
     Raises:
         PlanNotEligibleError: no plan of the ranking can serve it; the message gives each reason.
@@ -57,6 +62,7 @@ def choose(
                 dtype=request.kernel_dtype,
                 head_dim=request.head_dim,
                 layout=request.layout,
+                summary=summary,
             )
         )
         ranking, name, why = choice.ranking, choice.regime, choice.why
@@ -94,7 +100,7 @@ def eligible(
     spec: PlanSpec, mask: BlockMask, request: Request
 ) -> tuple[catalog.KernelConfig | None, str]:
     """The kernel that runs a plan for this request, or None and the reason."""
-    bits = len(mask.token_bits) > 0
+    bits = mask.has_token_bits
     config = catalog.find(
         request.arch.name,
         spec.kernel,

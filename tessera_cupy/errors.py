@@ -32,6 +32,10 @@ class PlanNotEligibleError(TesseraError, ValueError):
     """A plan cannot serve a request; the message gives the reason."""
 
 
+class PlanOverflowError(TesseraError, RuntimeError):
+    """A plan that a GPU made needed more room than it had; its output is NaN. Run it again."""
+
+
 class TableError(TesseraError, ValueError):
     """A profile table is wrong; the message names file, line and field."""
 

@@ -27,6 +27,13 @@ def arch_of(device: int) -> Arch:
 
 
 @cache
+def multiprocessors(device: int) -> int:
+    """Multiprocessors of a GPU."""
+    properties = interop.import_cupy().cuda.runtime.getDeviceProperties(device)
+    return int(properties["multiProcessorCount"])
+
+
+@cache
 def model_of(config: KernelConfig, arch: Arch, device: int | None) -> DeviceModel:
     """What organization needs to know: of the GPU when there is one, else of its generation."""
     sms, l2_bytes = arch.sms, arch.l2_bytes

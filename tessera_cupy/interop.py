@@ -278,8 +278,11 @@ def host_memory(array: Any) -> NDArray[Any]:
 
 def aligned(operand: Operand) -> Operand:
     """The operand itself, or a contiguous copy where its rows cannot be read 16 bytes at a time."""
-    if is_aligned(operand):
-        return operand
+    return operand if is_aligned(operand) else contiguous(operand)
+
+
+def contiguous(operand: Operand) -> Operand:
+    """A C-contiguous copy, made on the current stream."""
     if framework(operand.owner) == "torch":
         # A view that starts off a 16-byte boundary may be contiguous already.
         copy = operand.owner.clone(memory_format=sys.modules["torch"].contiguous_format)

@@ -22,9 +22,15 @@ from tessera_cupy.request import ArraySpec, make_request
 class Plan:
     """How one request is computed: mapping, organization and kernel, and their arrays.
 
-    A plan belongs to one mask (a snapshot), one geometry and one architecture; it may be run
-    any number of times, from any thread, on any arrays of that geometry. Made by
+    A plan belongs to one mask, one geometry and one architecture; it may be run any number of
+    times, from any thread, on any arrays of that geometry. Made by
     :func:`tessera_cupy.make_plan`.
+
+    Where the mask is over arrays on the GPU that runs it, blocks are uniform, KV is packed, Q is
+    retained, split, merged or shared, and the organization is ``longest+split``, the GPU makes
+    tiles and tasks too, and the host neither reads the mask nor waits. Elsewhere the host does
+    it, once. :meth:`tiles` and :meth:`tasks` are always the host's, and equal to what the GPU
+    makes.
 
     Attributes:
         request: sizes, dtype, layout and architecture.
@@ -77,7 +83,26 @@ class Plan:
         config, reason = eligible(self.spec, mask, r)
         if config is None:
             raise not_eligible(self.spec.name, reason, r)
-        return Plan(mask, Prepared(r, self.spec, config, self._prepared.model, self.choice))
+        model = self._prepared.model
+        return Plan(mask, Prepared(r, self.spec, config, model, self.choice, mask.version))
+
+    def check(self) -> None:
+        """Wait for what GPUs made of the plan so far, captures included, and look for errors.
+
+        Nothing else reports a mask's errors where the plan's name was given by the caller: columns
+        out of range and repeated ones are then left out of the attention. Without a run on a GPU
+        the mask's contents are checked.
+
+        The lists of fragments have room for every mask of the geometry, up to 64 MiB. In larger
+        geometries whose mask the host has not counted (a plan given by name, or a captured graph),
+        a mask may need more: the output is then NaN in every element, this method says so, the
+        next run has more room, and a later one warns.
+
+        Raises:
+            ValueError: the mask is none.
+            PlanOverflowError: lists needed more room than they had.
+        """
+        self._prepared.check(self.mask)
 
     def run(
         self,
@@ -95,7 +120,8 @@ class Plan:
         A CUDA graph can capture a run once the plan has run on that GPU: the first run copies
         the plan's arrays there and loads its kernels. A captured run reads the plan's arrays at
         each replay, as it does those passed here: keep the plan until the last replay is
-        complete.
+        complete. Where the GPU makes the plan from its mask, so does each replay, from what the
+        mask's arrays then hold; the memory for it stays with the mask.
 
         Raises:
             ValueError: arrays of another geometry, device or architecture than the plan's, or a
@@ -185,20 +211,22 @@ class Plan:
                     "make a plan for that architecture",
                 )
             )
-        with interop.on_stream(stream, (q, k, v), device):
+        source = self.mask.source
+        operands_of = (q, k, v) if source is None else (q, k, v, source.values.owner)
+        with interop.on_stream(stream, operands_of, device):
             given = {n: interop.device_operand(x, n) for n, x in (("q", q), ("k", k), ("v", v))}
             if out is not None:
                 inputs = {name: interop.device_memory(operand) for name, operand in given.items()}
                 check_apart(interop.device_memory(interop.device_operand(out, "out")), inputs)
             # First of all that allocates: a capture that comes too early is refused here.
-            uploaded = self._prepared.uploaded(self.mask, device)
+            arrays = self._prepared.on_device(self.mask, device)
             operands = {name: interop.aligned(operand) for name, operand in given.items()}
             result = interop.empty(q, r.q_shape, r.dtype) if out is None else out
             lse = interop.empty(q, (r.batch, r.q_heads, r.sq), "float32") if return_lse else None
             launch.attend(
                 self.config,
                 catalog.merge_for(self.config),
-                uploaded,
+                arrays,
                 _tensor(operands["q"], r.layout),
                 _tensor(operands["k"], r.layout),
                 _tensor(operands["v"], r.layout),

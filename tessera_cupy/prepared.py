@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tessera_cupy import gpus
-from tessera_cupy.choice import PlanChoice, choose
-from tessera_cupy.kernels.catalog import KernelConfig
+from tessera_cupy.choice import PlanChoice, checked_regime, choose
+from tessera_cupy.device_plan import tile_build
+from tessera_cupy.errors import PlanOverflowError
+from tessera_cupy.kernels.catalog import KernelConfig, merge_for
+from tessera_cupy.kernels.lifetime import keep_while
 from tessera_cupy.mapping import Tiles, map_mask
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.organization import DeviceModel, Tasks, organize
@@ -15,15 +20,21 @@ from tessera_cupy.regimes import PlanSpec, Table
 from tessera_cupy.request import Request
 
 if TYPE_CHECKING:
+    from tessera_cupy.kernels.builders import TileBuild
+    from tessera_cupy.kernels.device_build import Mark, MaskState
     from tessera_cupy.kernels.launch import DevicePlan
+    from tessera_cupy.masks.device_source import DeviceSource
 
 
 class Prepared:
     """A plan without its mask, so that a cache keyed by the mask ends with it.
 
+    What it has worked out is of one version of the mask, and is worked out again for the next.
+
     Attributes:
         request, spec, config, choice: as in :class:`tessera_cupy.Plan`.
         model: the GPU that the tasks are organized for.
+        version: of the mask, when the plan was chosen.
     """
 
     def __init__(
@@ -33,28 +44,37 @@ class Prepared:
         config: KernelConfig,
         model: DeviceModel,
         choice: PlanChoice,
+        version: int = 0,
+        counted: tuple[MaskState, int] | None = None,
     ) -> None:
+        """``counted`` is the mask's state, for the first run, and its number of active blocks."""
         self.request = request
         self.spec = spec
         self.config = config
         self.model = model
         self.choice = choice
+        self.version = version
         self._lock = threading.RLock()
+        self._holds = version
+        self._counted = counted
         self._tiles: Tiles | None = None
         self._tasks: Tasks | None = None
-        self._uploaded: dict[int, DevicePlan] = {}
+        self._on_device: dict[int, DevicePlan] = {}
+        self._captured: list[tuple[int, DevicePlan]] = []
 
     def tiles(self, mask: BlockMask) -> Tiles:
         """The physical tiles; mapped on the first call."""
         with self._lock:
+            self._follow(mask)
             if self._tiles is None:
                 spec = self.spec
-                self._tiles = map_mask(mask, spec.mapping, spec.tile_q, spec.tile_kv)
+                self._tiles = map_mask(mask.on_host(), spec.mapping, spec.tile_q, spec.tile_kv)
             return self._tiles
 
     def tasks(self, mask: BlockMask) -> Tasks:
         """The tasks in launch order; organized on the first call."""
         with self._lock:
+            self._follow(mask)
             if self._tasks is None:
                 r = self.request
                 self._tasks = organize(
@@ -70,22 +90,129 @@ class Prepared:
                 )
             return self._tasks
 
-    def uploaded(self, mask: BlockMask, device: int) -> DevicePlan:
-        """The arrays on a GPU, which is the current device; copied there on the first call."""
+    def on_device(self, mask: BlockMask, device: int) -> DevicePlan:
+        """The arrays on a GPU, which is the current device, ready for the current stream.
+
+        The GPU makes them where it can (:func:`tessera_cupy.device_plan.tile_build`), else the host
+        does and they are copied; both once, except that each capture has its own made within it.
+
+        Raises:
+            ValueError: a capture before the first run.
+        """
+        with self._lock:
+            self._follow(mask)
+            if mask.source is None or self._sizes(mask, device) is None:
+                return self._uploaded(mask, device)
+            return self._made(mask, mask.source, device)
+
+    def _uploaded(self, mask: BlockMask, device: int) -> DevicePlan:
         from tessera_cupy.kernels import launch
 
+        if device not in self._on_device:
+            if mask.source is not None:
+                launch.refuse_capture()  # before the host waits for the mask
+            self._on_device[device] = launch.upload(
+                self.tiles(mask), self.tasks(mask), bits=self.config.bits
+            )
+        return self._on_device[device]
+
+    def _made(self, mask: BlockMask, source: DeviceSource, device: int) -> DevicePlan:
+        import cupy
+
+        from tessera_cupy.kernels import device_build, kept, launch
+
+        stream = cupy.cuda.get_current_stream()
+        if stream.is_capturing():
+            kernels = [self.config, merge_for(self.config)]
+            kernels += device_build.kernels(source, self.request.arch.name)
+            if not all(launch.is_loaded(kernel, device) for kernel in kernels):
+                launch.refuse_capture()
+            plan = self.make(mask, device, capturing=True)
+            # The plan may be chosen anew, or end, before the mask's last replay.
+            keep_while(mask, plan)
+            self._captured.append((device, plan))
+            return plan
+        plan_or_none = self._on_device.get(device)
+        if plan_or_none is not None:
+            kept.used(plan_or_none, device)
+            plan_or_none.uses.wait(stream)
+            return plan_or_none
+        plan = self._on_device[device] = self.make(mask, device)
+        kept.keep(plan, device, self._forgetting(device))
+        return plan
+
+    def make(
+        self, mask: BlockMask, device: int, *, capturing: bool = False, mark: Mark | None = None
+    ) -> DevicePlan:
+        """Let the GPU make the arrays, on the current stream; they are not kept here."""
+        import cupy
+
+        from tessera_cupy.kernels import device_build
+
+        sizes = self._sizes(mask, device)
+        assert sizes is not None
+        assert mask.source is not None
+        arch = self.request.arch.name
+        mark = mark or device_build.unmarked
+        counted, self._counted = self._counted, None
+        stream = cupy.cuda.get_current_stream()
+        nnz = None
+        if counted and not capturing and counted[0].on(stream):
+            state, nnz = counted
+        else:
+            state = device_build.mask_state(
+                mask.source, arch, self.model.sms, capturing=capturing, mark=mark
+            )
+        return device_build.build(state, sizes, arch, nnz=nnz, capturing=capturing, mark=mark)
+
+    def check(self, mask: BlockMask) -> None:
+        """Wait for what GPUs made, and raise what is wrong with it; else check the mask."""
+        from tessera_cupy.kernels import device_build
+
         with self._lock:
-            if device not in self._uploaded:
-                self._uploaded[device] = launch.upload(
-                    self.tiles(mask), self.tasks(mask), bits=self.config.bits
-                )
-            return self._uploaded[device]
+            self._follow(mask)
+            plans = [*self._on_device.items(), *self._captured]
+            made = [(device, plan) for device, plan in plans if plan.counts is not None]
+            for device, plan in made:
+                sizes = self._sizes(mask, device)
+                assert sizes is not None
+                try:
+                    device_build.check(plan, sizes, device)
+                except PlanOverflowError:
+                    if self._on_device.get(device) is plan:
+                        del self._on_device[device]
+                    raise
+        if not made:
+            mask.check()
+
+    def _sizes(self, mask: BlockMask, device: int) -> TileBuild | None:
+        return tile_build(mask, self.request, self.spec, self.model, device)
+
+    def _follow(self, mask: BlockMask) -> None:
+        """Drop what belongs to an older version of the mask; graphs may still replay theirs."""
+        if self._holds != mask.version:
+            self._holds = mask.version
+            self._counted = self._tiles = self._tasks = None
+            self._on_device.clear()
+
+    def _forgetting(self, device: int) -> Callable[[], None]:
+        ref = weakref.ref(self)
+
+        def forget() -> None:
+            owner = ref()
+            if owner is not None:
+                owner._on_device.pop(device, None)
+
+        return forget
 
 
 def prepare(
     mask: BlockMask, request: Request, regime: str | PlanSpec | Table, device: int | None
 ) -> Prepared:
     """Choose the plan of a request; nothing is mapped yet.
+
+    Where the choice depends on the contents of a mask that is over arrays of ``device``, that GPU
+    counts them, on the current stream, and the host waits for the few numbers.
 
     Args:
         mask: what to compute.
@@ -94,7 +221,20 @@ def prepare(
         device: ordinal of the GPU that will run it; None plans for its generation.
 
     Raises:
-        PlanNotEligibleError, TypeError, ValueError: as :func:`tessera_cupy.choice.choose`.
+        PlanNotEligibleError, TypeError, ValueError: as :func:`tessera_cupy.choice.choose`; a mask
+            over GPU arrays that is no mask; a capture before the plan was chosen.
     """
-    spec, config, choice = choose(mask, request, regime)
-    return Prepared(request, spec, config, gpus.model_of(config, request.arch, device), choice)
+    regime = checked_regime(regime)
+    version, state, summary = mask.version, None, None
+    source = mask.source
+    if source is not None and source.device == device and not isinstance(regime, PlanSpec):
+        from tessera_cupy.kernels import device_build, launch
+
+        launch.refuse_capture()
+        sms = gpus.multiprocessors(device)
+        state = device_build.mask_state(source, request.arch.name, sms)
+        summary = state.summary()
+    spec, config, choice = choose(mask, request, regime, summary)
+    model = gpus.model_of(config, request.arch, device)
+    counted = (state, summary.nnz) if state and summary else None
+    return Prepared(request, spec, config, model, choice, version, counted)

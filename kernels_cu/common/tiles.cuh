@@ -57,6 +57,7 @@ struct TilesParams {
   i32* merge_tile;     // (merge_capacity,)
   i32* merge_offsets;  // (merge_capacity + 1,)
   i64* counts;         // (8,), as in TileCount; the rest is 0
+  i64 stamp;
   i64 frag_capacity;
   i32 task_capacity;
   i32 merge_capacity;

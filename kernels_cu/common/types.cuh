@@ -49,8 +49,8 @@ struct Fragment {
 
 // The i64 counts[8] of tasks that a GPU made (tile_scan.cu); the rest is 0. With errors there are
 // no tasks. Launches are then as large as the geometry can need, and what is not below a count has
-// nothing to do.
-enum TileCount { kFragments, kTasks, kMerges, kSlots, kErrors };
+// nothing to do. The stamp is the launch's own, and tells its counts from older ones.
+enum TileCount { kFragments, kTasks, kMerges, kSlots, kErrors, kStamp = 7 };
 
 // Element strides of a (batch, head, row, head_dim) tensor whose last axis is contiguous.
 struct Strides {

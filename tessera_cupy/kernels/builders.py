@@ -87,11 +87,14 @@ _ARRAYS: dict[str, tuple[DTypeLike, int]] = {
     "counts": (np.int64, 1),
 }
 
+#: The addresses that the tile kernels take, in the order of their struct.
+TILE_POINTERS = ("bitmap", *_ARRAYS)
+
 #: ``TilesParams`` of common/tiles.cuh.
 TILES_PARAMS = np.dtype(
     [
-        *[(name, _POINTER) for name in ("bitmap", *_ARRAYS)],
-        ("frag_capacity", np.int64),
+        *[(name, _POINTER) for name in TILE_POINTERS],
+        *[(name, np.int64) for name in ("stamp", "frag_capacity")],
         *[(name, np.int32) for name in ("task_capacity", "merge_capacity")],
         *[(name, np.int32) for name in ("tiles", "head_tiles", "nq", "nk", "words", "sq", "skv")],
         *[(name, np.int32) for name in ("q_block", "kv_block", "joined", "parts", "tile_rows")],
@@ -101,10 +104,12 @@ TILES_PARAMS = np.dtype(
     align=True,
 )
 #: The counts that ``tile_scan`` writes, in order. ``fragments`` is what the lists need, also where
-#: the output has no room for it; ``errors`` is 4 then, and there are no tasks.
-TILE_COUNTS = ("fragments", "tasks", "merges", "slots", "errors", "zero5", "zero6", "zero7")
+#: the output has no room for it; ``errors`` is 4 then, and there are no tasks. ``stamp`` is the
+#: launch's own.
+TILE_COUNTS = ("fragments", "tasks", "merges", "slots", "errors", "zero5", "zero6", "stamp")
 
-_TILE_Q_SIDES = ("retain", "split", "merge", "share")
+#: How the tile kernels map query blocks.
+TILE_Q_SIDES = ("retain", "split", "merge", "share")
 #: Numbers of the params that are attributes of :class:`TileBuild`.
 _NUMBERS = (
     *("frag_capacity", "task_capacity", "merge_capacity", "tiles", "head_tiles", "nq", "nk"),
@@ -179,8 +184,8 @@ class TileBuild:
         ):
             if got > most:
                 raise ValueError(wrong(name, f"at most {most}", got, fix))
-        if self.q_side not in _TILE_Q_SIDES:
-            expected = "one of " + ", ".join(_TILE_Q_SIDES)
+        if self.q_side not in TILE_Q_SIDES:
+            expected = "one of " + ", ".join(TILE_Q_SIDES)
             raise ValueError(wrong("q_side", expected, repr(self.q_side), "map on the host"))
 
     @property
@@ -225,9 +230,23 @@ class TileBuild:
     def most_fragments(self) -> int:
         """Fragments of the fullest mask there is, and the padding of the worst."""
         last = self.skv - (self.nk - 1) * self.block_size[1]
-        of_block, of_last = (-(-width // self.shape.slot) for width in (self.block_size[1], last))
-        padding = 3 * (self.shape.fragments - 1) if self.q_side == "share" else 0
-        return self.tiles * ((self.nk - 1) * of_block + of_last + padding)
+        of_last = -(-last // self.shape.slot)
+        return self.tiles * ((self.nk - 1) * self._of_block + of_last + self._padding)
+
+    def fragments_of(self, nnz: int) -> int:
+        """Fragments at most of masks with this many active blocks over all heads."""
+        bound = nnz * self.parts * self._of_block + self.tiles * self._padding
+        return min(bound, self.most_fragments)
+
+    @property
+    def _of_block(self) -> int:
+        """Fragments of a whole block."""
+        return -(-self.block_size[1] // self.shape.slot)
+
+    @property
+    def _padding(self) -> int:
+        """Fragments at most that fill the steps of a tile's three classes."""
+        return 3 * (self.shape.fragments - 1) if self.q_side == "share" else 0
 
     @property
     def task_capacity(self) -> int:
@@ -274,17 +293,19 @@ class TileBuild:
         """CTAs of a launch of one of the tile kernels."""
         return 1 if config.kernel == "tile_scan" else max(1, -(-self.tiles // config.warps))
 
-    def params(self, pointers: Mapping[str, int]) -> NDArray[Any]:
+    def params(self, pointers: Mapping[str, int], stamp: int = 0) -> NDArray[Any]:
         """One struct of :data:`TILES_PARAMS`, ready to pass by value to each of the kernels.
 
         Args:
-            pointers: addresses of ``bitmap`` and of :meth:`arrays`, multiples of 16.
+            stamp: comes with the counts.
+            pointers: addresses of :data:`TILE_POINTERS`, multiples of 16.
         """
         heads_in_l2 = max(1, self.device.l2_bytes // max(1, self.kv_bytes_per_head))
         group = heads_in_l2 * (self.q_heads // self.kv_heads) * self.head_tiles
         values = {
-            **{name: pointers[name] for name in ("bitmap", *_ARRAYS)},
+            **{name: pointers[name] for name in TILE_POINTERS},
             **{name: getattr(self, name) for name in _NUMBERS},
+            "stamp": stamp,
             "words": -(-self.nk // 32),
             "q_block": self.block_size[0],
             "kv_block": self.block_size[1],

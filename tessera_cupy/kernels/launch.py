@@ -94,7 +94,8 @@ WGMMA_PARAMS = np.dtype(
 #: Warps of one merge CTA; one warp merges one row.
 MERGE_WARPS = 8
 
-_loaded: dict[tuple[str, int], Any] = {}
+# By the entry's identity, which is quicker than its name: the entry, and its function.
+_loaded: dict[tuple[int, int], tuple[KernelConfig, Any]] = {}
 _loading = threading.Lock()
 
 
@@ -103,20 +104,25 @@ def load(config: KernelConfig, device: int) -> Any:
 
     Errors are those of :meth:`tessera_cupy.kernels.cache.KernelCache.get`.
     """
-    key = (f"{config.arch}/{config.name}", device)
-    function = _loaded.get(key)
-    if function is None:
+    key = (id(config), device)
+    found = _loaded.get(key)
+    if found is None:
         with _loading:
-            function = _loaded.get(key)
-            if function is None:
+            found = _loaded.get(key)
+            if found is None:
                 import cupy
 
                 path = default_cache().get(config)
                 function = cupy.RawModule(path=str(path)).get_function(config.entry)
                 if config.smem_bytes > 48 * 1024:
                     function.max_dynamic_shared_size_bytes = config.smem_bytes
-                _loaded[key] = function
-    return function
+                found = _loaded[key] = (config, function)
+    return found[1]
+
+
+def is_loaded(config: KernelConfig, device: int) -> bool:
+    """Whether :func:`load` has an entry already."""
+    return (id(config), device) in _loaded
 
 
 def packed_fragments(tiles: Tiles) -> NDArray[np.uint32]:
@@ -151,6 +157,11 @@ class DevicePlan:
         merge_head, merge_tile, merge_offsets: as in ``Tasks``.
         slots: workspace slots of the split-K parts.
         uses: which streams and graphs read the arrays.
+        counts: of a plan that the GPU made, how many of the tasks, merges and slots there are;
+            ``task_count``, ``merge_count`` and ``slots`` are then the most there can be.
+        scalars: of such a plan, what ``mask_state`` counted.
+        stamp: what ``counts`` ends with once they are this plan's.
+        may_overflow: whether its lists may need more room than they have.
     """
 
     task_count: int
@@ -167,11 +178,34 @@ class DevicePlan:
     merge_tile: Any
     merge_offsets: Any
     uses: Uses
+    counts: Any = None
+    scalars: Any = None
+    stamp: int = 0
+    may_overflow: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that the arrays take."""
         return sum(getattr(v, "nbytes", 0) for v in vars(self).values())
+
+
+def refuse_capture() -> None:
+    """Refuse what the host must do first while the current stream is capturing.
+
+    Raises:
+        ValueError: it is.
+    """
+    import cupy
+
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise ValueError(
+            wrong(
+                "stream",
+                "a stream that is not capturing, for the first run of a plan on a GPU",
+                "one that a CUDA graph captures",
+                "run the plan once before capturing, or make the same call once",
+            )
+        )
 
 
 def upload(tiles: Tiles, tasks: Tasks, *, bits: bool) -> DevicePlan:
@@ -188,15 +222,7 @@ def upload(tiles: Tiles, tasks: Tasks, *, bits: bool) -> DevicePlan:
     import cupy
 
     stream = cupy.cuda.get_current_stream()
-    if stream.is_capturing():
-        raise ValueError(
-            wrong(
-                "stream",
-                "a stream that is not capturing, for the first run of a plan on a GPU",
-                "one that a CUDA graph captures",
-                "run the plan once before capturing, or make the same call once",
-            )
-        )
+    refuse_capture()
     collect()
     plan = DevicePlan(
         task_count=len(tasks),
@@ -307,7 +333,10 @@ def attend(
         # The kernels take |scale| and a sign; a zero would turn masked scores into 0 * -inf.
         "scale_log2": max(abs(g.sm_scale) * math.log2(math.e), 1e-30),
         "negate": g.sm_scale < 0,
+        "counts": _pointer(plan.counts),
     }
+    if plan.may_overflow:
+        poison(o, lse, geometry, stream.ptr)
     if config.kernel == "attend_wgmma":
         units = {"units": _pointer(plan.units)}
         params = packed_struct(WGMMA_PARAMS, common | units | _maps(plan, q, k, v, g))
@@ -339,6 +368,7 @@ def attend(
                 "units": _pointer(plan.units),
                 "tile_rows": config.tile_q,
                 "row_width": config.head_dim,
+                "counts": common["counts"],
             },
         )
         merge_kernel(
@@ -349,6 +379,30 @@ def attend(
         plan.uses.keep(partial_o, partial_ml, *temporaries)
     else:
         plan.uses.record(stream)
+
+
+def poison(o: Tensor, lse: int, geometry: Geometry, stream: int) -> None:
+    """Make all of O and the LSE NaN, so that what no task writes cannot be taken for a result."""
+    from cuda.bindings import driver
+
+    g = geometry
+    batch, head, row = o.strides
+    # As few rectangles as the strides allow: rows of all heads, or of one at a time.
+    starts, rows = [o.pointer], g.sq
+    for length, stride in ((g.q_heads, head), (g.batch, batch)):
+        if len(starts) == 1 and (length == 1 or stride == rows * row):
+            rows *= length
+        else:
+            starts = [start + 2 * i * stride for start in starts for i in range(length)]
+    for start in starts:
+        _checked(driver.cuMemsetD2D8Async(start, 2 * row, 0xFF, 2 * g.head_dim, rows, stream))
+    if lse:
+        _checked(driver.cuMemsetD8Async(lse, 0xFF, 4 * g.batch * g.q_heads * g.sq, stream))
+
+
+def _checked(result: tuple[Any]) -> None:
+    if int(result[0]):
+        raise RuntimeError(f"cuMemset: {result[0]}")
 
 
 def _maps(plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> dict[str, Any]:

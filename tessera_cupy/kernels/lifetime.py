@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# cudaStreamPerThread: one address for a stream in each thread.
-_PER_THREAD = 2
+#: cudaStreamPerThread: one address for a stream in each thread.
+PER_THREAD = 2
 
 
 class Uses:
@@ -27,10 +27,23 @@ class Uses:
 
     def __init__(self, stream: Any) -> None:
         """Take the stream (CuPy's) that was current when the arrays were allocated."""
-        self._own = None if stream.ptr == _PER_THREAD else stream.ptr
+        self._own = None if stream.ptr == PER_THREAD else stream.ptr
         self.events: dict[int, Any] = {}
+        self._filled: Any = None
         self._kept: list[Any] = []
         self._lock = threading.Lock()
+
+    def filled(self, stream: Any) -> None:
+        """Note that the work launched so far on the stream that allocated the arrays fills them."""
+        import cupy
+
+        self._filled = cupy.cuda.Event(disable_timing=True)
+        self._filled.record(stream)
+
+    def wait(self, stream: Any) -> None:
+        """Let a stream, which is not capturing, wait for what fills the arrays."""
+        if self._filled is not None and stream.ptr != self._own:
+            stream.wait_event(self._filled)
 
     def record(self, stream: Any) -> None:
         """Note the work that was just launched on a stream, which is not capturing."""
@@ -63,6 +76,14 @@ _retired: deque[tuple[Uses, Any]] = deque()
 def release_with(owner: object, uses: Uses, arrays: Any) -> None:
     """Hold the arrays until their owner ends, and then until what is recorded in uses is done."""
     weakref.finalize(owner, _retire, uses, arrays)
+
+
+def keep_while(owner: object, kept: object) -> None:
+    """Hold one object for as long as another one lives."""
+    weakref.finalize(owner, _end, kept).atexit = False
+
+
+def _end(kept: object) -> None: ...
 
 
 def _retire(uses: Uses, arrays: Any) -> None:

@@ -1,8 +1,8 @@
-"""The logical mask: which (query block, KV block) pairs attend, as a snapshot on the host."""
+"""The logical mask: which (query block, KV block) pairs attend."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tessera_cupy.errors import wrong
 from tessera_cupy.masks import bits as token_bit
-from tessera_cupy.masks import draw, formats, readers
+from tessera_cupy.masks import device_source, draw, formats, readers
+from tessera_cupy.masks.device_source import DeviceSource
 from tessera_cupy.masks.entries import Entries, dense_entries, sort_entries
 from tessera_cupy.masks.geometry import BlockGrid, pair, resolve_grid, uniform_grid
 
@@ -21,8 +23,17 @@ class BlockMask(BlockGrid):
     """Block-sparse attention mask; True means keep.
 
     Build one with a ``from_*`` method. Each takes arrays on the host or on a GPU
-    (NumPy, CuPy, torch, DLPack, ``__array__``, nested lists). A mask is a snapshot:
-    later in-place changes to the source are not seen, and its arrays are read-only.
+    (NumPy, CuPy, torch, DLPack, ``__array__``, nested lists).
+
+    A mask from the host is a snapshot: later in-place changes to the source are not seen.
+    So is one from a GPU with token bits, ragged blocks, or elements that are neither bytes nor
+    int32 or int64 columns. Every other mask from a GPU is *over* its arrays: building it copies
+    nothing and waits for nothing, and plans are made on the GPU where a plan allows it. Its arrays
+    are an operand of each call, as q, k and v are: the call's stream must be behind the work that
+    writes them. After they have changed, call :meth:`refresh`; a replay of a captured graph sees
+    the change by itself. What the host asks of such a mask (``nnz``, ``density()``,
+    ``to_dense()``, ...) waits for the GPU, is read once, and is checked then; :meth:`check`
+    checks it at any time.
 
     Whatever it was built from, a mask has one form: columns ascend in each row, every
     listed block has at least one active token pair, and a block whose valid pairs are
@@ -60,6 +71,22 @@ class BlockMask(BlockGrid):
         for array in self._arrays():
             array.setflags(write=False)
 
+    @staticmethod
+    def _over(
+        source: DeviceSource | None,
+        block_size: Sequence[int],
+        shape: Sequence[int] | None,
+        sizes: tuple[Any, Any],
+        read: Callable[[], BlockMask],
+    ) -> BlockMask | None:
+        """A mask over GPU arrays; None where the host has to read them now."""
+        if source is None or sizes[0] is not None or sizes[1] is not None:
+            return None
+        from tessera_cupy.masks.device_mask import DeviceMask
+
+        grid = resolve_grid(source.num_blocks, *source.axes, block_size, shape, None, None)
+        return DeviceMask(grid, source, read)
+
     @classmethod
     def from_dense(
         cls,
@@ -73,7 +100,8 @@ class BlockMask(BlockGrid):
         """Build from a block map.
 
         Args:
-            mask: bool or 0/1 integers, (B, H, nq, nk), (H, nq, nk) or (nq, nk).
+            mask: bool or 0/1 integers, (B, H, nq, nk), (H, nq, nk) or (nq, nk). Of bytes in GPU
+                memory each that is not 0 keeps.
             block_size: (bq, bkv) in tokens, multiples of 8 from 16 to 384; on a ragged
                 side any positive nominal size.
             shape: (sq, skv) in tokens; by default whole blocks, or the sum of the sizes.
@@ -85,6 +113,15 @@ class BlockMask(BlockGrid):
             TypeError: a dtype that is no mask or no integer.
             ValueError: shapes or sizes disagree, or an integer is neither 0 nor 1.
         """
+        over = cls._over(
+            device_source.dense(mask),
+            block_size,
+            shape,
+            (q_block_sizes, kv_block_sizes),
+            lambda: cls.from_dense(formats.to_host(mask, "mask")[0] != 0, block_size, shape),
+        )
+        if over is not None:
+            return over
         array, device = formats.to_host(mask, "mask")
         blocks = formats.with_heads(formats.as_bools(array, "mask"), 2, "mask", "nq, nk")
         batch, heads, nq, nk = blocks.shape
@@ -121,6 +158,17 @@ class BlockMask(BlockGrid):
             ValueError: shapes or sizes disagree, or a bit past nk is set.
         """
         counts = pair(num_blocks, "num_blocks")
+        over = cls._over(
+            device_source.packed(bits, counts),
+            block_size,
+            shape,
+            (q_block_sizes, kv_block_sizes),
+            lambda: cls.from_packed_bits(
+                formats.to_host(bits, "bits")[0], counts, block_size, shape
+            ),
+        )
+        if over is not None:
+            return over
         array, device = formats.to_host(bits, "bits")
         blocks = readers.packed_blocks(array, counts)
         batch, heads = blocks.shape[:2]
@@ -168,6 +216,24 @@ class BlockMask(BlockGrid):
         """
         counts = pair(num_blocks, "num_blocks")
         axes = readers.positive_axes(batch, heads)
+        if partial is None and token_bits is None:
+            over = cls._over(
+                device_source.csr(indptr, indices, axes, counts),
+                block_size,
+                shape,
+                (q_block_sizes, kv_block_sizes),
+                lambda: cls.from_csr(
+                    formats.to_host(indptr, "indptr")[0],
+                    formats.to_host(indices, "indices")[0],
+                    counts,
+                    block_size,
+                    shape,
+                    batch=batch,
+                    heads=heads,
+                ),
+            )
+            if over is not None:
+                return over
         grid = resolve_grid(counts, *axes, block_size, shape, q_block_sizes, kv_block_sizes)
         entries, device = readers.csr_entries(
             indptr, indices, counts, axes, partial, token_bits, grid.max_block
@@ -203,6 +269,21 @@ class BlockMask(BlockGrid):
             ValueError: a count outside 0 to K, a column out of range or listed twice in a
                 row, or shapes or sizes that disagree.
         """
+        over = cls._over(
+            device_source.lists(indices, counts, num_kv_blocks),
+            block_size,
+            shape,
+            (q_block_sizes, kv_block_sizes),
+            lambda: cls.from_lists(
+                formats.to_host(indices, "indices")[0],
+                formats.to_host(counts, "counts")[0],
+                num_kv_blocks,
+                block_size,
+                shape,
+            ),
+        )
+        if over is not None:
+            return over
         entries, axes, device = readers.list_entries(indices, counts, num_kv_blocks)
         batch, heads, blocks = axes[0], axes[1], (axes[2], num_kv_blocks)
         grid = resolve_grid(blocks, batch, heads, block_size, shape, q_block_sizes, kv_block_sizes)
@@ -264,6 +345,51 @@ class BlockMask(BlockGrid):
             token_bits=entries.bits,
             device=device,
         )
+
+    @property
+    def source(self) -> DeviceSource | None:
+        """The arrays in GPU memory that the mask is over; None for a snapshot."""
+        return None
+
+    @property
+    def version(self) -> int:
+        """How often :meth:`refresh` was called; plans of older versions are not used again."""
+        return 0
+
+    @property
+    def has_token_bits(self) -> bool:
+        """Whether some blocks are partial."""
+        return len(self.token_bits) > 0
+
+    def on_host(self) -> BlockMask:
+        """The mask as a snapshot, read from the GPU if it was not yet; a snapshot is its own."""
+        return self
+
+    def refresh(self) -> None:
+        """Take up what has changed in the GPU arrays that the mask is over.
+
+        Figures that were read before are dropped, and so are plans' arrays: the next call, or the
+        next run of a plan, reads the new contents. A plan keeps its choice of mapping and kernel;
+        :func:`tessera_cupy.block_sparse_attention` chooses again. Nothing waits.
+
+        Raises:
+            ValueError: the mask is a snapshot, which sees no change.
+        """
+        raise ValueError(
+            wrong(
+                "mask",
+                "a mask over an array in GPU memory",
+                "a snapshot, as those of host arrays, ragged blocks and token bits are",
+                "build a new mask",
+            )
+        )
+
+    def check(self) -> None:
+        """Check the contents of a mask over GPU arrays, which waits for the GPU; others are right.
+
+        Raises:
+            ValueError: what the same arrays on the host would raise when the mask is built.
+        """
 
     @property
     def nnz(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tessera_cupy.masks import BlockMask
+    from tessera_cupy.masks.summary import MaskSummary
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,11 @@ class Features:
         dtype: str,
         head_dim: int,
         layout: str,
+        summary: MaskSummary | None = None,
     ) -> Features:
         """Features of a request that applies ``mask`` to ``batch * q_heads`` heads.
+
+        ``summary`` spares reading a mask that is on a GPU; its density is that of blocks.
 
         >>> from tessera_cupy.masks import BlockMask
         >>> mask = BlockMask.from_dense([[1, 1], [0, 1]], (64, 64))
@@ -64,12 +68,12 @@ class Features:
             block_q=mask.block_size[0] if q_sizes is None else int(q_sizes.max(initial=0)),
             block_kv=mask.block_size[1] if kv_sizes is None else int(kv_sizes.max(initial=0)),
             ragged=q_sizes is not None or kv_sizes is not None,
-            token_bits=len(mask.token_bits) > 0,
+            token_bits=mask.has_token_bits,
             dtype=dtype,
             head_dim=head_dim,
             layout=layout,
             heads=batch * q_heads,
             tokens=mask.shape[1],
-            density=mask.density(),
-            run_coverage=mask.run_coverage(),
+            density=summary.density if summary else mask.density(),
+            run_coverage=summary.run_coverage if summary else mask.run_coverage(),
         )

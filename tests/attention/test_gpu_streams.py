@@ -270,7 +270,7 @@ def test_a_plan_may_end_before_its_work(gpu: Any, made: Any) -> None:
     for stream in (first, side):  # the first gets the plan's arrays from its part of the pool
         plan.run(*arrays, out=out, stream=stream)
         stream.synchronize()
-    uploaded = plan._prepared.uploaded(plan.mask, cupy.cuda.Device().id)
+    uploaded = plan._prepared.on_device(plan.mask, cupy.cuda.Device().id)
     sizes = [x.nbytes for x in vars(uploaded).values() if hasattr(x, "nbytes")]
     with side:
         out.data.memset_async(0xFF, out.nbytes)

@@ -26,6 +26,7 @@ Q_SIDES = ("retain", "split", "merge", "share")
 DEVICE = DeviceModel(sms=5, ctas_per_sm=2, l2_bytes=1 << 20)
 ARCH = "sm_90a"
 ERRORS = TILE_COUNTS.index("errors")
+STAMP = 2**62 + 77
 
 Blocks = NDArray[np.bool_]
 
@@ -96,7 +97,7 @@ class Runner:
         }
         arrays["bitmap"].bytes[:] = bitmap.reshape(-1).view(np.uint8)
         arrays["bitmap"].seal()
-        params = made.params({name: array.data.ptr for name, array in arrays.items()})
+        params = made.params({name: array.data.ptr for name, array in arrays.items()}, STAMP)
         for name in TILE_KERNELS:
             config = builder(ARCH, name)
             library = build(config, self.folder)
@@ -181,6 +182,7 @@ def check_tasks(got: dict[str, NDArray[Any]], tiles: Tiles, tasks: Tasks) -> Non
         "tasks": len(tasks),
         "merges": merges,
         "slots": tasks.slots,
+        "stamp": STAMP,
     }
     want = packed_tasks(tiles, tasks)
     assert got["tasks"][: len(tasks)].tolist() == want.tolist()
@@ -354,7 +356,7 @@ def test_lists_that_do_not_fit_are_cut_off_and_flagged(
     got = run(request.build(room), blocks)
     assert np.array_equal(got["frag_offsets"], tiles.frag_offsets)
     assert np.array_equal(got["frags"], packed_fragments(tiles)[:room])
-    assert got["counts"].tolist() == [len(tiles.frag_start), 0, 0, 0, 4, 0, 0, 0]
+    assert got["counts"].tolist() == [len(tiles.frag_start), 0, 0, 0, 4, 0, 0, STAMP]
     assert (got["tasks"].view(np.uint8) == 0xFF).all()
     exact = run(request.build(len(tiles.frag_start)), blocks)
     assert exact["counts"][ERRORS] == 0
@@ -394,7 +396,7 @@ def test_tasks_that_do_not_fit_are_flagged(run: Runner) -> None:
     ):
         got = run(Tight(**sizes, **tight), blocks)
         check_lists(got, tiles)
-        assert got["counts"].tolist() == [len(tiles.frag_start), 0, 0, 0, 4, 0, 0, 0]
+        assert got["counts"].tolist() == [len(tiles.frag_start), 0, 0, 0, 4, 0, 0, STAMP]
     check_tasks(run(Tight(**sizes, tasks=len(tasks), merges=merges), blocks), tiles, tasks)
 
 
@@ -402,7 +404,7 @@ def test_parts_of_the_last_round_that_do_not_fit_are_flagged(run: Runner) -> Non
     request, blocks = last_round(18)
     sizes = {name: getattr(request.build(), name) for name in TileBuild.__dataclass_fields__}
     got = run(Tight(**sizes, tasks=11), blocks)
-    assert got["counts"].tolist() == [9 * 40 + 18 + 40, 0, 0, 0, 4, 0, 0, 0]
+    assert got["counts"].tolist() == [9 * 40 + 18 + 40, 0, 0, 0, 4, 0, 0, STAMP]
     check_tasks(run(Tight(**sizes, tasks=12), blocks), *request.planned())
 
 
@@ -429,6 +431,17 @@ def test_room_for_every_mask_is_enough_and_not_too_much() -> None:
         padding = 9 * len(tiles) if q_side == "share" else 0
         assert request.build().most_fragments <= len(tiles.frag_start) + padding
         assert request.build().tiles == len(tiles)
+
+
+def test_a_number_of_blocks_bounds_the_fragments() -> None:
+    for seed in range(40):
+        request, blocks = random_request(seed)
+        tiles, _ = request.planned()
+        bound = request.build().fragments_of(int(blocks.sum()))
+        assert len(tiles.frag_start) <= bound <= request.build().most_fragments
+    wide = Request(masked(blocks[:1], (96, 48)), "split", (64, 64), slot=16)
+    tiles, _ = wide.planned()
+    assert wide.build().fragments_of(int(blocks[:1].sum())) == len(tiles.frag_start)
 
 
 @pytest.mark.parametrize(

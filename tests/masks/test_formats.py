@@ -74,7 +74,7 @@ def fake_cupy(arrays: list[OnGpu]) -> SimpleNamespace:
     return SimpleNamespace(
         asarray=lambda array: array,
         asnumpy=lambda array: array.contents.copy(),
-        cuda=SimpleNamespace(Device=Device),
+        cuda=SimpleNamespace(Device=Device, runtime=SimpleNamespace(getDeviceCount=lambda: 3)),
     )
 
 

@@ -1,0 +1,70 @@
+"""Which plans a GPU makes itself, from a mask in its memory, and with what sizes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from tessera_cupy.kernels.builders import TILE_Q_SIDES, TileBuild
+from tessera_cupy.mapping import TileShape, choose_slot
+from tessera_cupy.masks import BlockMask
+from tessera_cupy.organization import DeviceModel, Organization
+from tessera_cupy.regimes import PlanSpec
+from tessera_cupy.request import Request
+
+_ORGANIZATION = Organization(longest=True, split=True)
+
+
+def tile_build(
+    mask: BlockMask, request: Request, spec: PlanSpec, model: DeviceModel, device: int | None
+) -> TileBuild | None:
+    """The sizes of a plan that the GPU makes, or None where the host makes it.
+
+    The GPU does where the mask is over arrays in its memory (uniform blocks without token bits),
+    the plan packs KV, retains, splits, merges or shares Q, and is organized by longest and split.
+
+    Args:
+        mask: the mask; none of its contents is read.
+        request: what is computed.
+        spec: an eligible plan.
+        model: the GPU.
+        device: its ordinal; None plans for a GPU that is not here.
+    """
+    source = mask.source
+    if source is None or device is None or source.device != device:
+        return None
+    if spec.mapping.kv != "pack" or spec.mapping.q not in TILE_Q_SIDES:
+        return None
+    if spec.organization != _ORGANIZATION or not source.rows or not source.num_blocks[1]:
+        return None
+    slot = choose_slot(mask, spec.tile_kv)
+    return _sizes(request, spec, slot, mask.block_size, (mask.batch, mask.heads), model)
+
+
+@lru_cache(maxsize=256)
+def _sizes(
+    request: Request,
+    spec: PlanSpec,
+    slot: int,
+    block_size: tuple[int, int],
+    axes: tuple[int, int],
+    model: DeviceModel,
+) -> TileBuild | None:
+    r = request
+    try:
+        return TileBuild(
+            spec.mapping.q,
+            TileShape(spec.tile_q, spec.tile_kv, slot),
+            block_size,
+            batch=r.batch,
+            q_heads=r.q_heads,
+            kv_heads=r.kv_heads,
+            sq=r.sq,
+            skv=r.skv,
+            mask_batch=axes[0],
+            mask_heads=axes[1],
+            kv_bytes_per_head=4 * r.skv * r.head_dim,
+            device=model,
+            frag_capacity=0,
+        )
+    except ValueError:
+        return None  # sizes beyond the kernels' numbers

@@ -1,0 +1,124 @@
+"""Several arrays in one allocation of GPU memory, and the params that point into it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tessera_cupy.kernels.builders import (
+    MASK_PARTIAL_BYTES,
+    TILE_POINTERS,
+    TILES_PARAMS,
+    TileBuild,
+)
+
+#: Alignment of each array, bytes.
+ALIGNMENT = 256
+
+# Arrays of a build that its attention kernels read; the rest is scratch.
+_KEPT = ("tile_q", "frags", "tasks", "merge_head", "merge_tile", "merge_offsets", "counts")
+
+
+class Part(NamedTuple):
+    """An array inside an allocation, where a launch needs no more than its address.
+
+    Attributes:
+        ptr: device address.
+        nbytes: its size.
+    """
+
+    ptr: int
+    nbytes: int
+
+    @property
+    def data(self) -> Part:
+        """Itself, so that ``array.data.ptr`` is an address as of CuPy's arrays."""
+        return self
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Where arrays lie in an allocation.
+
+    Attributes:
+        places: (offset, bytes) of each array.
+        nbytes: of the allocation, at least 1.
+
+    >>> Arena.of({"a": 10, "b": 4}).places
+    {'a': (0, 10), 'b': (256, 4)}
+    """
+
+    places: dict[str, tuple[int, int]]
+    nbytes: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Arena:
+        """Lay arrays of these bytes out one behind the other."""
+        places, end = {}, 0
+        for name, size in sizes.items():
+            places[name] = (end, size)
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        return cls(places, max(1, end))
+
+    def part(self, name: str, base: int) -> Part:
+        """An array of the allocation at ``base``."""
+        offset, size = self.places[name]
+        return Part(base + offset, size)
+
+
+class BuildLayout:
+    """The memory of one :class:`TileBuild`: what is kept with the plan, and scratch.
+
+    Attributes:
+        build: the sizes.
+        kept, scratch: the two allocations.
+    """
+
+    def __init__(self, build: TileBuild) -> None:
+        self.build = build
+        sizes = {
+            name: int(np.prod(shape)) * dtype.itemsize
+            for name, (shape, dtype) in build.arrays().items()
+        }
+        self.kept = Arena.of({name: sizes.pop(name) for name in _KEPT})
+        self.scratch = Arena.of(sizes)
+        self._params = bytes(build.params(dict.fromkeys(TILE_POINTERS, 0)))
+        self._dtype = np.dtype(f"V{TILES_PARAMS.itemsize}")
+        # The stamp follows the pointers.
+        self._pointers = struct.Struct(f"={len(TILE_POINTERS)}Qq")
+        # Which allocation each pointer is in (0: the bitmap's own), and where.
+        self._places = [
+            (1, self.kept.places[name][0])
+            if name in self.kept.places
+            else (2, self.scratch.places[name][0])
+            for name in TILE_POINTERS[1:]
+        ]
+
+    def params(self, bitmap: int, kept: int, scratch: int, stamp: int) -> NDArray[Any]:
+        """The struct of all three tile kernels, for allocations at these addresses."""
+        bases = (bitmap, kept, scratch)
+        params = bytearray(self._params)
+        pointers = [bases[base] + offset for base, offset in self._places]
+        self._pointers.pack_into(params, 0, bitmap, *pointers, stamp)
+        return np.frombuffer(params, self._dtype)
+
+
+@lru_cache(maxsize=128)
+def build_layout(build: TileBuild) -> BuildLayout:
+    """The layout of a build; made once."""
+    return BuildLayout(build)
+
+
+@lru_cache(maxsize=128)
+def state_arena(rows: int, nk: int, grid: int) -> Arena:
+    """What ``mask_state`` writes, its scalars apart, for so many rows and CTAs."""
+    words = -(-nk // 32)
+    return Arena.of(
+        {"bitmap": 4 * rows * words, "row_count": 4 * rows, "partials": MASK_PARTIAL_BYTES * grid}
+    )

@@ -1,0 +1,291 @@
+"""Plans made on the GPU: from a mask's own arrays to tiles and tasks, without the host.
+
+    mask_state -> tile_counts -> tile_scan -> tile_fragments        on the current stream
+
+The launches, and the memory that they write, follow from the geometry alone; nothing waits. What
+the host wants to know (the mask's scalars, the counts) it reads when it asks.
+
+Memory comes from CuPy's pool, which gives what one request returns to the next of the same stream:
+requests with ever new masks take the memory of one.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tessera_cupy import interop
+from tessera_cupy.errors import PlanOverflowError, wrong
+from tessera_cupy.kernels.arena import Part, build_layout, state_arena
+from tessera_cupy.kernels.builders import (
+    MASK_ERRORS,
+    MASK_SCALARS,
+    MASK_STATE_PARAMS,
+    TILE_COUNTS,
+    TileBuild,
+    mask_state_grid,
+)
+from tessera_cupy.kernels.catalog import TILE_KERNELS, KernelConfig, builder
+from tessera_cupy.kernels.fetch import fetch
+from tessera_cupy.kernels.launch import DevicePlan, load, packed_struct
+from tessera_cupy.kernels.lifetime import PER_THREAD, Uses, collect, pool_may_grow, release_with
+from tessera_cupy.kernels.room import FRAGMENT_BYTES, lists_room, note, watch
+from tessera_cupy.masks.summary import MaskSummary
+
+if TYPE_CHECKING:
+    from tessera_cupy.masks.device_source import DeviceSource
+
+# Unlike whatever memory may hold.
+_stamps = count(secrets.randbits(62))
+
+#: Told the name of a stage once it is launched.
+Mark = Callable[[str], None]
+
+
+def unmarked(stage: str) -> None:
+    """The mark that notes nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskState:
+    """A mask's bitmap and scalars in GPU memory, in the order of the stream that makes them.
+
+    Attributes:
+        source: the mask's arrays.
+        bitmap: as ``mask_state.cu`` writes it.
+        scalars: (8,) int64, :data:`MASK_SCALARS`.
+        stream: address of the stream.
+        memory: what must live until the bitmap was read.
+    """
+
+    source: DeviceSource
+    bitmap: Part
+    scalars: Any
+    stream: int
+    memory: tuple[Any, ...]
+
+    def on(self, stream: Any) -> bool:
+        """Whether work launched on a stream (CuPy's) comes after the state was made."""
+        return bool(stream.ptr == self.stream != PER_THREAD)
+
+    def summary(self) -> MaskSummary:
+        """The scalars, once they are there; nothing else waits or crosses to the host.
+
+        Raises:
+            ValueError: the mask is none; the message says why.
+        """
+        scalars = fetch(self.scalars, len(MASK_SCALARS)).wait()
+        refuse_bad_mask(scalars)
+        return MaskSummary(
+            blocks=self.source.rows * self.source.num_blocks[1],
+            nnz=int(scalars[MASK_SCALARS.index("nnz")]),
+            in_runs=int(scalars[MASK_SCALARS.index("in_runs")]),
+        )
+
+
+def refuse_bad_mask(scalars: NDArray[np.int64]) -> None:
+    """Raise what ``mask_state`` found wrong.
+
+    Raises:
+        ValueError: a column out of range, one listed twice, or counts that do not fit.
+    """
+    errors = int(scalars[MASK_SCALARS.index("errors")])
+    if errors:
+        found = [text for bit, text in enumerate(MASK_ERRORS) if errors >> bit & 1]
+        raise ValueError(
+            wrong(
+                "mask",
+                "block columns in range, each once in a row, and counts that their lists hold",
+                "; ".join(found),
+                "call mask.check(), which says where",
+            )
+        )
+
+
+def mask_state(
+    source: DeviceSource, arch: str, sms: int, *, capturing: bool = False, mark: Mark = unmarked
+) -> MaskState:
+    """Launch ``mask_state`` on the current stream of the mask's device.
+
+    Args:
+        source: the mask's arrays.
+        arch: architecture of the device.
+        sms: its multiprocessors.
+        capturing: whether a CUDA graph captures the stream.
+        mark: told when it is launched.
+    """
+    import cupy
+
+    config = builder(arch, f"mask_state_{source.form}")
+    kernel = load(config, source.device)
+    rows, nk = source.rows, source.num_blocks[1]
+    grid = mask_state_grid(config, rows, sms)
+    arena = state_arena(rows, nk, grid)
+    with pool_may_grow() if capturing else nullcontext():
+        values, stride = _rows(source.values, 0 if source.form == "csr" else 1)
+        bounds = None if source.bounds is None else _rows(source.bounds, 0)[0]
+        memory = cupy.empty(arena.nbytes, np.uint8)
+        scalars = cupy.empty(len(MASK_SCALARS), np.int64)
+    scalars.data.memset_async(0, scalars.nbytes)
+    base = memory.data.ptr
+    params = packed_struct(
+        MASK_STATE_PARAMS,
+        {
+            "values": values.pointer,
+            "bounds": 0 if bounds is None else bounds.pointer,
+            "stride": stride,
+            "width": values.shape[-1],
+            **{name: arena.part(name, base).ptr for name in arena.places},
+            "scalars": scalars.data.ptr,
+            "rows": rows,
+            "nk": nk,
+            "wide_values": values.dtype == "int64",
+            "wide_bounds": bounds is not None and bounds.dtype == "int64",
+        },
+    )
+    kernel((grid,), (config.warps * 32,), (params,), shared_mem=config.smem_bytes)
+    mark("mask state")
+    stream = cupy.cuda.get_current_stream()
+    return MaskState(
+        source, arena.part("bitmap", base), scalars, stream.ptr, (memory, values, bounds)
+    )
+
+
+def build(
+    state: MaskState,
+    sizes: TileBuild,
+    arch: str,
+    *,
+    nnz: int | None = None,
+    capturing: bool = False,
+    mark: Mark = unmarked,
+) -> DevicePlan:
+    """Launch the tile kernels on the current stream, which made the mask's state.
+
+    Args:
+        state: of the mask.
+        sizes: the build; the room for its lists is chosen here.
+        arch: architecture of the device.
+        nnz: active blocks of the mask where the host knows them, and so what its lists need.
+        capturing: whether a CUDA graph captures the stream; its replays may see other masks.
+        mark: told when each kernel is launched.
+
+    Returns:
+        The plan; its ``counts`` say how many tasks there are.
+    """
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    if not capturing:
+        collect()
+    known = None if capturing else nnz
+    layout = build_layout(replace(sizes, frag_capacity=lists_room(sizes, known)))
+    made = layout.build
+    with pool_may_grow() if capturing else nullcontext():
+        kept = cupy.empty(layout.kept.nbytes, np.uint8)
+        scratch = cupy.empty(layout.scratch.nbytes, np.uint8)
+    base = kept.data.ptr
+    stamp = next(_stamps)
+    params = layout.params(state.bitmap.ptr, base, scratch.data.ptr, stamp)
+    for name in TILE_KERNELS:
+        config = builder(arch, name)
+        kernel = load(config, state.source.device)
+        grid, threads = (made.grid(config),), (config.warps * 32,)
+        kernel(grid, threads, (params,), shared_mem=config.smem_bytes)
+        mark(name)
+    parts = {name: layout.kept.part(name, base) for name in layout.kept.places}
+    plan = DevicePlan(
+        task_count=made.task_capacity,
+        slot_log2=int(math.log2(made.shape.slot)),
+        merge_count=made.merge_capacity,
+        slots=made.slot_capacity,
+        fragments=parts.pop("frags"),
+        **parts,
+        units=None,
+        frag_bits=None,
+        bits=None,
+        uses=Uses(stream),
+        scalars=state.scalars,
+        stamp=stamp,
+        may_overflow=known is None and made.frag_capacity < made.most_fragments,
+    )
+    release_with(plan, plan.uses, [kept, state.scalars])
+    if capturing:
+        plan.uses.keep(scratch, *state.memory)
+    else:
+        plan.uses.filled(stream)
+        if plan.may_overflow:
+            watch(sizes, plan.counts)
+    return plan
+
+
+def kernels(source: DeviceSource, arch: str) -> list[KernelConfig]:
+    """The entries that make a plan of a mask."""
+    names = (f"mask_state_{source.form}", *TILE_KERNELS)
+    return [builder(arch, name) for name in names]
+
+
+def check(plan: DevicePlan, sizes: TileBuild, device: int) -> None:
+    """Wait for a plan that the GPU made of these sizes, and look for errors in it.
+
+    Raises:
+        ValueError: the mask is none.
+        PlanOverflowError: its lists needed more room.
+    """
+    import cupy
+
+    with cupy.cuda.Device(device) as current:
+        current.synchronize()
+        scalars = fetch(plan.scalars, len(MASK_SCALARS)).wait()
+        counts = fetch(plan.counts, len(TILE_COUNTS)).wait()
+    found = dict(zip(TILE_COUNTS, counts.tolist(), strict=True))
+    if found["stamp"] != plan.stamp:
+        return  # captured, and not replayed yet
+    refuse_bad_mask(scalars)
+    if found["errors"]:
+        note(sizes, found["fragments"])
+        room = plan.fragments.nbytes // FRAGMENT_BYTES
+        raise PlanOverflowError(
+            f"the plan needs {found['fragments']} fragments and had room for {room}, so its output "
+            "is NaN. Run it again: there is room now. A captured graph must be captured again."
+        )
+
+
+def _rows(operand: interop.Operand, inner: int) -> tuple[interop.Operand, int]:
+    """An operand whose rows are one stride apart, which is a copy where need be; and the stride.
+
+    Args:
+        operand: an array of rows.
+        inner: trailing axes that a row has, 1 or 0; a row's elements are neighbours, and rows of
+            no axis are.
+    """
+    outer = len(operand.shape) - inner
+    stride = _row_stride(operand.shape[:outer], operand.strides[:outer])
+    if inner:
+        fits = operand.strides[-1] == 1 or operand.shape[-1] <= 1
+    else:
+        fits = stride == 1 or math.prod(operand.shape) <= 1
+    if stride is not None and stride >= 0 and fits:
+        return operand, stride
+    return interop.contiguous(operand), operand.shape[-1] if inner else 1
+
+
+def _row_stride(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """Elements from each row to the next, if that is one number."""
+    stride, rows = None, 1
+    for length, step in zip(reversed(lengths), reversed(strides), strict=True):
+        if length != 1:
+            if stride is None:
+                stride = step
+            elif step != stride * rows:
+                return None
+            rows *= length
+    return stride or 0

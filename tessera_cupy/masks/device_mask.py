@@ -1,0 +1,104 @@
+"""A block mask over arrays in GPU memory, which the host reads only where it is asked to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tessera_cupy.masks.block_mask import BlockMask
+from tessera_cupy.masks.device_source import DeviceSource
+from tessera_cupy.masks.entries import Entries
+from tessera_cupy.masks.geometry import BlockGrid
+
+
+class DeviceMask(BlockMask):
+    """What ``BlockMask.from_*`` gives for arrays that the builder kernels read where they are.
+
+    All that a :class:`BlockMask` knows of its contents is read from the GPU when it is first asked
+    for, and kept until :meth:`refresh`. The checks that other masks get when they are built are
+    made then, and by :meth:`check`.
+    """
+
+    def __init__(
+        self, grid: BlockGrid, source: DeviceSource, read: Callable[[], BlockMask]
+    ) -> None:
+        """``read`` copies the arrays to the host and makes the same mask of them."""
+        given = {
+            **{name: getattr(grid, name) for name in ("block_size", "shape", "batch", "heads")},
+            **dict.fromkeys(("q_block_sizes", "kv_block_sizes")),
+            "device": source.device,
+        }
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        self._source = source
+        self._version = 0
+        self._read = read
+        self._reading = threading.Lock()
+        self._host: BlockMask | None = None
+
+    @property
+    def source(self) -> DeviceSource:
+        """The arrays."""
+        return self._source
+
+    @property
+    def version(self) -> int:
+        """How often the mask was refreshed."""
+        return self._version
+
+    def on_host(self) -> BlockMask:
+        """A snapshot, read after the device is idle, and kept until the mask is refreshed."""
+        with self._reading:
+            if self._host is None:
+                self._host = self._read()
+            return self._host
+
+    def refresh(self) -> None:
+        """Drop what was read of the old contents."""
+        with self._reading:
+            self._host = None
+            self._version += 1
+
+    def check(self) -> None:
+        """Read the arrays, which raises what is wrong with them."""
+        self._read()
+
+    @property
+    def has_token_bits(self) -> bool:
+        """Never: such a mask is a snapshot."""
+        return False
+
+    @property
+    def indptr(self) -> NDArray[np.int64]:
+        """Of the snapshot."""
+        return self.on_host().indptr
+
+    @property
+    def indices(self) -> NDArray[np.int32]:
+        """Of the snapshot."""
+        return self.on_host().indices
+
+    @property
+    def partial(self) -> NDArray[np.int32]:
+        """Of the snapshot."""
+        return self.on_host().partial
+
+    @property
+    def token_bits(self) -> NDArray[np.uint32]:
+        """Of the snapshot: none."""
+        return self.on_host().token_bits
+
+    @property
+    def _entries(self) -> Entries:
+        return self.on_host()._entries
+
+    @property
+    def _active_pairs(self) -> int:
+        return self.on_host()._active_pairs
+
+    @property
+    def _run_coverage(self) -> float:
+        return self.on_host()._run_coverage
