@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tessera_cupy import gpus, interop
+from tessera_cupy.call import checked
 from tessera_cupy.choice import checked_regime
 from tessera_cupy.kernels.arch import get_arch
 from tessera_cupy.masks import BlockMask
@@ -73,7 +74,8 @@ def make_plan(
     request = make_request(mask, q, k, v, layout=layout, arch=target, on_gpu=gpu)
     if arch is not None:
         device = None
-    with _counting(mask, device, q, None):
+    regime = checked_regime(regime)
+    with _counting(mask, regime, device, q, None):
         return Plan(mask, prepare(mask, request, regime, device))
 
 
@@ -133,23 +135,24 @@ def block_sparse_attention(
         >>> block_sparse_attention(q, k, v, mask).shape
         (1, 2, 256, 64)
     """
-    host = interop.on_host(q)
-    device = None if host else interop.device_of(q, "q")
-    arch = get_arch(HOST_ARCH) if device is None else gpus.arch_of(device)
-    request = make_request(mask, q, k, v, layout=layout, arch=arch, on_gpu=not host)
+    arch = get_arch(HOST_ARCH) if interop.on_host(q) else gpus.arch_of(interop.device_of(q, "q"))
+    call = checked(mask, q, k, v, out, layout=layout, arch=arch)
+    request, device = call.request, call.device
     regime = checked_regime(regime)
     with _plans_lock:
-        plans = _plans.setdefault(mask, _Plans())
+        plans = _plans.get(mask)
+        if plans is None:
+            plans = _plans[mask] = _Plans()
     with plans.lock:
         key = (request, regime, device)
         prepared = plans.prepared.get(key)
         if prepared is None or prepared.version != mask.version:
             if prepared is not None:
                 plans.prepared.clear()  # all are of the same version
-            with _counting(mask, device, q, stream):
+            with _counting(mask, regime, device, q, stream):
                 prepared = plans.prepared[key] = prepare(mask, request, regime, device)
     plan = Plan(mask, prepared)
-    return plan.run(q, k, v, sm_scale=sm_scale, out=out, return_lse=return_lse, stream=stream)
+    return plan.run_checked(call, q, k, v, sm_scale, out, return_lse, stream)
 
 
 class _Plans:
@@ -166,9 +169,9 @@ _plans_lock = threading.Lock()
 
 
 def _counting(
-    mask: BlockMask, device: int | None, q: Any, stream: Any
+    mask: BlockMask, regime: str | PlanSpec | Table, device: int | None, q: Any, stream: Any
 ) -> AbstractContextManager[None]:
-    """Where a plan is chosen: on the call's stream, if a GPU may have to count the mask."""
-    if device is None or mask.source is None:
+    """Where a plan is chosen: on the call's stream, if a GPU has to count the mask."""
+    if device is None or mask.source is None or isinstance(regime, PlanSpec):
         return nullcontext()
     return interop.on_stream(stream, (q,), device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tessera_cupy.errors import PlanNotEligibleError, wrong
@@ -85,7 +86,7 @@ def checked_regime(regime: Any) -> str | PlanSpec | Table:
     if isinstance(regime, (PlanSpec, Table)):
         return regime
     if isinstance(regime, str):
-        return "auto" if regime == "auto" else PlanSpec.parse(regime, argument="regime")
+        return "auto" if regime == "auto" else _parsed(regime)
     raise TypeError(
         wrong(
             "regime",
@@ -96,10 +97,34 @@ def checked_regime(regime: Any) -> str | PlanSpec | Table:
     )
 
 
+@lru_cache(maxsize=256)
+def _parsed(name: str) -> PlanSpec:
+    return PlanSpec.parse(name, argument="regime")
+
+
 def eligible(
     spec: PlanSpec, mask: BlockMask, request: Request
 ) -> tuple[catalog.KernelConfig | None, str]:
     """The kernel that runs a plan for this request, or None and the reason."""
+    if mask.ragged:
+        return _eligible(spec, mask, request)
+    key = (spec, request, mask.block_size, mask.has_token_bits)
+    found = _uniform.get(key)
+    if found is None:
+        if len(_uniform) >= _MOST_KNOWN:
+            _uniform.clear()
+        found = _uniform[key] = _eligible(spec, mask, request)
+    return found
+
+
+# Of masks with blocks of one size, which are alike in all that matters here.
+_uniform: dict[Any, tuple[catalog.KernelConfig | None, str]] = {}
+_MOST_KNOWN = 1024
+
+
+def _eligible(
+    spec: PlanSpec, mask: BlockMask, request: Request
+) -> tuple[catalog.KernelConfig | None, str]:
     bits = mask.has_token_bits
     config = catalog.find(
         request.arch.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import Any
 
 from tessera_cupy.kernels.builders import TILE_Q_SIDES, TileBuild
 from tessera_cupy.mapping import TileShape, choose_slot
@@ -36,32 +36,35 @@ def tile_build(
         return None
     if spec.organization != _ORGANIZATION or not source.rows or not source.num_blocks[1]:
         return None
-    slot = choose_slot(mask, spec.tile_kv)
-    return _sizes(request, spec, slot, mask.block_size, (mask.batch, mask.heads), model)
+    key = (request, spec, mask.block_size, mask.batch, mask.heads, model)
+    if key not in _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = _sizes(mask, request, spec, model)
+    return _known[key]
 
 
-@lru_cache(maxsize=256)
+# All of a geometry have one object, for which launches are prepared.
+_known: dict[Any, TileBuild | None] = {}
+_MOST_KNOWN = 256
+
+
 def _sizes(
-    request: Request,
-    spec: PlanSpec,
-    slot: int,
-    block_size: tuple[int, int],
-    axes: tuple[int, int],
-    model: DeviceModel,
+    mask: BlockMask, request: Request, spec: PlanSpec, model: DeviceModel
 ) -> TileBuild | None:
     r = request
     try:
         return TileBuild(
             spec.mapping.q,
-            TileShape(spec.tile_q, spec.tile_kv, slot),
-            block_size,
+            TileShape(spec.tile_q, spec.tile_kv, choose_slot(mask, spec.tile_kv)),
+            mask.block_size,
             batch=r.batch,
             q_heads=r.q_heads,
             kv_heads=r.kv_heads,
             sq=r.sq,
             skv=r.skv,
-            mask_batch=axes[0],
-            mask_heads=axes[1],
+            mask_batch=mask.batch,
+            mask_heads=mask.heads,
             kv_bytes_per_head=4 * r.skv * r.head_dim,
             device=model,
             frag_capacity=0,

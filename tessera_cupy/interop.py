@@ -232,6 +232,30 @@ def device_operand(array: Any, name: str) -> Operand:
     )
 
 
+def alike(array: Any) -> tuple[Any, ...] | None:
+    """All that a call's checks ask of a CuPy array or torch tensor but its address.
+
+    Returns:
+        The same for arrays that the same checks allow; None where they must be made each time.
+    """
+    kind = _libraries.get(type(array))
+    if kind == "cupy":
+        at = array.data.ptr % 16
+        return kind, array.shape, array.strides, array.dtype, array.device.id, at
+    if kind == "torch" and array.device.type == "cuda" and not array.requires_grad:
+        at = array.data_ptr() % 16
+        return kind, array.shape, array.stride(), array.dtype, array.device.index, at
+    return None
+
+
+def address(array: Any) -> int | None:
+    """Device address of a CuPy array or torch tensor; None for others."""
+    kind = _libraries.get(type(array))
+    if kind == "cupy":
+        return int(array.data.ptr)
+    return int(array.data_ptr()) if kind == "torch" else None
+
+
 def is_aligned(operand: Operand) -> bool:
     """Whether the kernels' 16-byte copies can read it.
 
@@ -383,6 +407,10 @@ def on_stream(stream: Any, arrays: tuple[Any, ...], device: int) -> Iterator[Non
         arrays: q, k and v; q's framework has the current stream.
         device: CUDA device ordinal.
     """
+    of_cupy = stream is None and all(framework(array) == "cupy" for array in arrays)
+    if of_cupy and sys.modules["cupy"].cuda.runtime.getDevice() == device:
+        yield  # they go with its current stream, which is the device's already
+        return
     chosen = cupy_stream(stream, arrays[0], device)
     with import_cupy().cuda.Device(device), chosen:
         if not any(framework(array) == "torch" for array in arrays):

@@ -7,16 +7,19 @@ import struct
 from typing import Any
 
 from tessera_cupy import gpus, interop, reference
+from tessera_cupy.call import Call, checked
 from tessera_cupy.choice import eligible, not_eligible
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.explain import explain, summary
-from tessera_cupy.kernels import catalog
+from tessera_cupy.kernels import launch
 from tessera_cupy.mapping import Tiles
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.organization import Tasks
-from tessera_cupy.output import check_apart, check_out
+from tessera_cupy.output import check_apart
 from tessera_cupy.prepared import Prepared
 from tessera_cupy.request import ArraySpec, make_request
+
+_SIZES = ("batch", "q_heads", "kv_heads", "sq", "skv", "head_dim")
 
 
 class Plan:
@@ -127,44 +130,35 @@ class Plan:
             ValueError: arrays of another geometry, device or architecture than the plan's, or a
                 capture before the plan's first run on the GPU.
         """
-        scale = _scale(sm_scale, self.request.head_dim)
-        for name, array in (("q", q), ("k", k), ("v", v)):
-            interop.check_no_gradient(name, array)
-        host = interop.on_host(q)
-        for name, array in (("k", k), ("v", v)):
-            if interop.on_host(array) != host:
-                places = ("GPU", "host") if host else ("host", "GPU")
-                raise ValueError(
-                    wrong(
-                        name,
-                        f"an array in {places[1]} memory, like q",
-                        f"one in {places[0]} memory",
-                        "move both to one place",
-                    )
-                )
-        made = make_request(
-            self.mask,
-            q,
-            k,
-            v,
-            layout=self.request.layout,
-            arch=self.request.arch,
-            on_gpu=not host,
-        )
-        if made != self.request:
+        r = self.request
+        call = checked(self.mask, q, k, v, out, layout=r.layout, arch=r.arch)
+        if call.request is not r and call.request != r:
             raise ValueError(
                 wrong(
                     "q, k, v",
-                    f"the plan's {self.request.differences(made)}",
-                    made.differences(self.request),
+                    f"the plan's {r.differences(call.request)}",
+                    call.request.differences(r),
                     "make a new plan",
                 )
             )
-        if out is not None:
-            check_out(out, q, self.request, on_gpu=not host)
-        if host:
+        return self.run_checked(call, q, k, v, sm_scale, out, return_lse, stream)
+
+    def run_checked(
+        self,
+        call: Call,
+        q: Any,
+        k: Any,
+        v: Any,
+        sm_scale: float | None,
+        out: Any,
+        return_lse: bool,
+        stream: Any,
+    ) -> Any:
+        """:meth:`run` for arrays that were checked, and that are of the plan's request."""
+        scale = _scale(sm_scale, self.request.head_dim)
+        if call.device is None:
             return self._run_on_host(q, k, v, scale, out, return_lse)
-        return self._run_on_gpu(q, k, v, scale, out, return_lse, stream)
+        return self._run_on_gpu(call, q, k, v, scale, out, return_lse, stream)
 
     def _run_on_host(self, q: Any, k: Any, v: Any, scale: float, out: Any, return_lse: bool) -> Any:
         if out is not None:
@@ -181,18 +175,42 @@ class Plan:
         return result, interop.host_result(lse, q, "float32")
 
     def _run_on_gpu(
-        self, q: Any, k: Any, v: Any, scale: float, out: Any, return_lse: bool, stream: Any
+        self,
+        call: Call,
+        q: Any,
+        k: Any,
+        v: Any,
+        scale: float,
+        out: Any,
+        return_lse: bool,
+        stream: Any,
     ) -> Any:
-        from tessera_cupy.kernels import launch
+        r, device = self.request, call.device
+        assert device is not None
+        self._check_device(device)
+        source = self.mask.source
+        arrays = (q, k, v) if source is None else (q, k, v, source.values.owner)
+        with interop.on_stream(stream, arrays, device):
+            # First of all that allocates: a capture that comes too early is refused here.
+            plan = self._prepared.on_device(self.mask, device)
+            result = interop.empty(q, r.q_shape, r.dtype) if out is None else out
+            addresses = [interop.address(array) for array in (q, k, v, result)]
+            key = (*addresses, plan.slot_log2, self.config.name, scale)
+            packed = call.packed.get(key)
+            copies: list[Any] = []
+            if packed is None:
+                packed, copies = self._pack(q, k, v, result, scale, plan.slot_log2, call, out)
+                if None not in addresses and not copies:
+                    call.remember(key, packed)
+            lse = interop.empty(q, (r.batch, r.q_heads, r.sq), "float32") if return_lse else None
+            at = 0 if lse is None else interop.device_operand(lse, "out").pointer
+            launch.attend(packed, plan, at, copies)
+            if out is None:
+                result = interop.returned(result, q)
+            return (result, interop.returned(lse, q)) if return_lse else result
 
-        r = self.request
-        device = interop.device_of(q, "q")
-        for name, array in (("k", k), ("v", v)):
-            other = interop.device_of(array, name)
-            if other != device:
-                raise ValueError(
-                    wrong(name, f"q's device {device}", f"device {other}", "move it there")
-                )
+    def _check_device(self, device: int) -> None:
+        """Refuse a GPU that is not the mask's or not of the plan's architecture."""
         if self.mask.device not in (None, device):
             raise ValueError(
                 wrong(
@@ -202,53 +220,53 @@ class Plan:
                     "build it on one of these",
                 )
             )
-        if gpus.arch_of(device) != r.arch:
+        arch, found = self.request.arch, gpus.arch_of(device)
+        if found is not arch and found != arch:
             raise PlanNotEligibleError(
                 wrong(
                     "q",
-                    f"an array on a GPU of {r.arch.name}, which the plan is for",
-                    f"a GPU of {gpus.arch_of(device).name}",
+                    f"an array on a GPU of {arch.name}, which the plan is for",
+                    f"a GPU of {found.name}",
                     "make a plan for that architecture",
                 )
             )
-        source = self.mask.source
-        operands_of = (q, k, v) if source is None else (q, k, v, source.values.owner)
-        with interop.on_stream(stream, operands_of, device):
-            given = {n: interop.device_operand(x, n) for n, x in (("q", q), ("k", k), ("v", v))}
-            if out is not None:
-                inputs = {name: interop.device_memory(operand) for name, operand in given.items()}
-                check_apart(interop.device_memory(interop.device_operand(out, "out")), inputs)
-            # First of all that allocates: a capture that comes too early is refused here.
-            arrays = self._prepared.on_device(self.mask, device)
-            operands = {name: interop.aligned(operand) for name, operand in given.items()}
-            result = interop.empty(q, r.q_shape, r.dtype) if out is None else out
-            lse = interop.empty(q, (r.batch, r.q_heads, r.sq), "float32") if return_lse else None
-            launch.attend(
-                self.config,
-                catalog.merge_for(self.config),
-                arrays,
-                _tensor(operands["q"], r.layout),
-                _tensor(operands["k"], r.layout),
-                _tensor(operands["v"], r.layout),
-                _tensor(interop.device_operand(result, "out"), r.layout),
-                0 if lse is None else interop.device_operand(lse, "out").pointer,
-                launch.Geometry(
-                    batch=r.batch,
-                    q_heads=r.q_heads,
-                    kv_heads=r.kv_heads,
-                    sq=r.sq,
-                    skv=r.skv,
-                    head_dim=r.head_dim,
-                    dtype=r.dtype,
-                    sm_scale=scale,
-                    capacity=self._prepared.model.capacity,
-                    device=device,
-                ),
-                [x.owner for name, x in operands.items() if x is not given[name]],
-            )
-            if out is None:
-                result = interop.returned(result, q)
-            return (result, interop.returned(lse, q)) if return_lse else result
+
+    def _pack(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        result: Any,
+        scale: float,
+        slot_log2: int,
+        call: Call,
+        out: Any,
+    ) -> tuple[launch.Packed, list[Any]]:
+        """The launch for these arrays, and the copies that it reads in place of some of them."""
+        r = self.request
+        assert call.device is not None
+        given = {n: interop.device_operand(x, n) for n, x in (("q", q), ("k", k), ("v", v))}
+        target = interop.device_operand(result, "out")
+        if out is not None:
+            inputs = {name: interop.device_memory(operand) for name, operand in given.items()}
+            check_apart(interop.device_memory(target), inputs)
+        operands = {name: interop.aligned(operand) for name, operand in given.items()}
+        packed = launch.pack(
+            self.config,
+            _tensor(operands["q"], r.layout),
+            _tensor(operands["k"], r.layout),
+            _tensor(operands["v"], r.layout),
+            _tensor(target, r.layout),
+            launch.Geometry(
+                **{name: getattr(r, name) for name in _SIZES},
+                dtype=r.dtype,
+                sm_scale=scale,
+                capacity=self._prepared.model.capacity,
+                device=call.device,
+            ),
+            slot_log2,
+        )
+        return packed, [x.owner for name, x in operands.items() if x is not given[name]]
 
 
 def _scale(sm_scale: float | None, head_dim: int) -> float:
@@ -266,9 +284,7 @@ def _scale(sm_scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def _tensor(operand: interop.Operand, layout: str) -> Any:
-    from tessera_cupy.kernels.launch import Tensor
-
+def _tensor(operand: interop.Operand, layout: str) -> launch.Tensor:
     batch, first, second, _ = operand.strides
     head, row = (first, second) if layout == "BHSD" else (second, first)
-    return Tensor(operand.pointer, (batch, head, row))
+    return launch.Tensor(operand.pointer, (batch, head, row))

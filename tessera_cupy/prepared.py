@@ -5,25 +5,23 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from tessera_cupy import gpus
 from tessera_cupy.choice import PlanChoice, checked_regime, choose
 from tessera_cupy.device_plan import tile_build
 from tessera_cupy.errors import PlanOverflowError
+from tessera_cupy.kernels import device_build, kept, launch
+from tessera_cupy.kernels.builders import TileBuild
 from tessera_cupy.kernels.catalog import KernelConfig, merge_for
+from tessera_cupy.kernels.device_build import MaskState
+from tessera_cupy.kernels.launch import DevicePlan, Mark
 from tessera_cupy.kernels.lifetime import keep_while
 from tessera_cupy.mapping import Tiles, map_mask
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks.device_source import DeviceSource
 from tessera_cupy.organization import DeviceModel, Tasks, organize
 from tessera_cupy.regimes import PlanSpec, Table
 from tessera_cupy.request import Request
-
-if TYPE_CHECKING:
-    from tessera_cupy.kernels.builders import TileBuild
-    from tessera_cupy.kernels.device_build import Mark, MaskState
-    from tessera_cupy.kernels.launch import DevicePlan
-    from tessera_cupy.masks.device_source import DeviceSource
 
 
 class Prepared:
@@ -59,6 +57,7 @@ class Prepared:
         self._counted = counted
         self._tiles: Tiles | None = None
         self._tasks: Tasks | None = None
+        self._sizes_on: dict[int, TileBuild | None] = {}
         self._on_device: dict[int, DevicePlan] = {}
         self._captured: list[tuple[int, DevicePlan]] = []
 
@@ -106,8 +105,6 @@ class Prepared:
             return self._made(mask, mask.source, device)
 
     def _uploaded(self, mask: BlockMask, device: int) -> DevicePlan:
-        from tessera_cupy.kernels import launch
-
         if device not in self._on_device:
             if mask.source is not None:
                 launch.refuse_capture()  # before the host waits for the mask
@@ -118,8 +115,6 @@ class Prepared:
 
     def _made(self, mask: BlockMask, source: DeviceSource, device: int) -> DevicePlan:
         import cupy
-
-        from tessera_cupy.kernels import device_build, kept, launch
 
         stream = cupy.cuda.get_current_stream()
         if stream.is_capturing():
@@ -147,13 +142,11 @@ class Prepared:
         """Let the GPU make the arrays, on the current stream; they are not kept here."""
         import cupy
 
-        from tessera_cupy.kernels import device_build
-
         sizes = self._sizes(mask, device)
         assert sizes is not None
         assert mask.source is not None
         arch = self.request.arch.name
-        mark = mark or device_build.unmarked
+        mark = mark or launch.unmarked
         counted, self._counted = self._counted, None
         stream = cupy.cuda.get_current_stream()
         nnz = None
@@ -167,8 +160,6 @@ class Prepared:
 
     def check(self, mask: BlockMask) -> None:
         """Wait for what GPUs made, and raise what is wrong with it; else check the mask."""
-        from tessera_cupy.kernels import device_build
-
         with self._lock:
             self._follow(mask)
             plans = [*self._on_device.items(), *self._captured]
@@ -186,7 +177,10 @@ class Prepared:
             mask.check()
 
     def _sizes(self, mask: BlockMask, device: int) -> TileBuild | None:
-        return tile_build(mask, self.request, self.spec, self.model, device)
+        """How the GPU makes the plan, or None; a plan has one mask, whatever its version."""
+        if device not in self._sizes_on:
+            self._sizes_on[device] = tile_build(mask, self.request, self.spec, self.model, device)
+        return self._sizes_on[device]
 
     def _follow(self, mask: BlockMask) -> None:
         """Drop what belongs to an older version of the mask; graphs may still replay theirs."""
@@ -228,8 +222,6 @@ def prepare(
     version, state, summary = mask.version, None, None
     source = mask.source
     if source is not None and source.device == device and not isinstance(regime, PlanSpec):
-        from tessera_cupy.kernels import device_build, launch
-
         launch.refuse_capture()
         sms = gpus.multiprocessors(device)
         state = device_build.mask_state(source, request.arch.name, sms)

@@ -100,6 +100,10 @@ class BuildLayout:
             for name in TILE_POINTERS[1:]
         ]
 
+    def kept_parts(self, base: int) -> dict[str, Part]:
+        """The arrays of the allocation that is kept, at an address."""
+        return {name: Part(base + at, size) for name, (at, size) in self.kept.places.items()}
+
     def params(self, bitmap: int, kept: int, scratch: int, stamp: int) -> NDArray[Any]:
         """The struct of all three tile kernels, for allocations at these addresses."""
         bases = (bitmap, kept, scratch)
@@ -107,12 +111,6 @@ class BuildLayout:
         pointers = [bases[base] + offset for base, offset in self._places]
         self._pointers.pack_into(params, 0, bitmap, *pointers, stamp)
         return np.frombuffer(params, self._dtype)
-
-
-@lru_cache(maxsize=128)
-def build_layout(build: TileBuild) -> BuildLayout:
-    """The layout of a build; made once."""
-    return BuildLayout(build)
 
 
 @lru_cache(maxsize=128)

@@ -346,6 +346,7 @@ def find(
     return min(fitting, key=lambda config: config.head_dim, default=None)
 
 
+@cache
 def merge_for(config: KernelConfig) -> KernelConfig:
     """The ``merge_splits`` entry that combines an attention kernel's split parts."""
     for other in catalog(config.arch):
@@ -355,6 +356,7 @@ def merge_for(config: KernelConfig) -> KernelConfig:
     raise ValueError(wrong("config.dtype", f"one of {known}", config.dtype, "use a catalog entry"))
 
 
+@cache
 def builder(arch: str, name: str) -> KernelConfig:
     """The entry with this name of a kernel that builds plans on the GPU.
 

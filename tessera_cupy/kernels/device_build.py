@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera_cupy import interop
 from tessera_cupy.errors import PlanOverflowError, wrong
-from tessera_cupy.kernels.arena import Part, build_layout, state_arena
+from tessera_cupy.interop import Operand, contiguous
+from tessera_cupy.kernels.arena import Arena, BuildLayout, Part, state_arena
 from tessera_cupy.kernels.builders import (
     MASK_ERRORS,
     MASK_SCALARS,
@@ -35,7 +35,7 @@ from tessera_cupy.kernels.builders import (
 )
 from tessera_cupy.kernels.catalog import TILE_KERNELS, KernelConfig, builder
 from tessera_cupy.kernels.fetch import fetch
-from tessera_cupy.kernels.launch import DevicePlan, load, packed_struct
+from tessera_cupy.kernels.launch import DevicePlan, Mark, Patch, load, packed_struct, unmarked
 from tessera_cupy.kernels.lifetime import PER_THREAD, Uses, collect, pool_may_grow, release_with
 from tessera_cupy.kernels.room import FRAGMENT_BYTES, lists_room, note, watch
 from tessera_cupy.masks.summary import MaskSummary
@@ -45,13 +45,6 @@ if TYPE_CHECKING:
 
 # Unlike whatever memory may hold.
 _stamps = count(secrets.randbits(62))
-
-#: Told the name of a stage once it is launched.
-Mark = Callable[[str], None]
-
-
-def unmarked(stage: str) -> None:
-    """The mark that notes nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,39 +117,94 @@ def mask_state(
     """
     import cupy
 
-    config = builder(arch, f"mask_state_{source.form}")
-    kernel = load(config, source.device)
-    rows, nk = source.rows, source.num_blocks[1]
-    grid = mask_state_grid(config, rows, sms)
-    arena = state_arena(rows, nk, grid)
+    launch = _state_launch(source, arch, sms)
+    values, bounds, copies = source.values.pointer, 0, []
     with pool_may_grow() if capturing else nullcontext():
-        values, stride = _rows(source.values, 0 if source.form == "csr" else 1)
-        bounds = None if source.bounds is None else _rows(source.bounds, 0)[0]
-        memory = cupy.empty(arena.nbytes, np.uint8)
+        if source.bounds is not None:
+            bounds = source.bounds.pointer
+        if launch.copied:
+            copies = [contiguous(x) for x in (source.values, source.bounds) if x is not None]
+            values, bounds = copies[0].pointer, copies[-1].pointer
+        memory = cupy.empty(launch.arena.nbytes, np.uint8)
         scalars = cupy.empty(len(MASK_SCALARS), np.int64)
     scalars.data.memset_async(0, scalars.nbytes)
     base = memory.data.ptr
+    bitmap, row_count, partials = (base + place for place in launch.places)
+    params = _STATE_PATCH(
+        launch.params, values, bounds, bitmap, row_count, scalars.data.ptr, partials
+    )
+    kernel = load(launch.config, source.device)
+    kernel(launch.grid, launch.threads, (params,), shared_mem=launch.smem_bytes)
+    mark("mask state")
+    stream = cupy.cuda.get_current_stream()
+    part = launch.arena.part("bitmap", base)
+    return MaskState(source, part, scalars, stream.ptr, (memory, *copies))
+
+
+@dataclass(frozen=True, eq=False)
+class _StateLaunch:
+    """A launch of ``mask_state`` on arrays at any addresses."""
+
+    config: KernelConfig
+    grid: tuple[int]
+    threads: tuple[int]
+    smem_bytes: int
+    arena: Arena
+    places: tuple[int, ...]
+    params: bytes
+    copied: bool
+
+
+def _state_launch(source: DeviceSource, arch: str, sms: int) -> _StateLaunch:
+    """The launch for all masks of a source's shapes, strides and dtypes."""
+    values, bounds = source.values, source.bounds
+    key: Any = (source.form, source.num_blocks, arch, sms)
+    for operand in (values, bounds):
+        if operand is not None:
+            key += (operand.shape, operand.strides, operand.dtype)
+    found = _launches.get(key)
+    if found is not None:
+        return found
+    config = builder(arch, f"mask_state_{source.form}")
+    rows, nk = source.rows, source.num_blocks[1]
+    grid = mask_state_grid(config, rows, sms)
+    arena = state_arena(rows, nk, grid)
+    inner = 0 if source.form == "csr" else 1
+    stride = _stride(values, inner)
+    fits = stride is not None and (bounds is None or _stride(bounds, 0) is not None)
     params = packed_struct(
         MASK_STATE_PARAMS,
         {
-            "values": values.pointer,
-            "bounds": 0 if bounds is None else bounds.pointer,
-            "stride": stride,
+            "stride": stride if fits else values.shape[-1],
             "width": values.shape[-1],
-            **{name: arena.part(name, base).ptr for name in arena.places},
-            "scalars": scalars.data.ptr,
             "rows": rows,
             "nk": nk,
             "wide_values": values.dtype == "int64",
             "wide_bounds": bounds is not None and bounds.dtype == "int64",
         },
     )
-    kernel((grid,), (config.warps * 32,), (params,), shared_mem=config.smem_bytes)
-    mark("mask state")
-    stream = cupy.cuda.get_current_stream()
-    return MaskState(
-        source, arena.part("bitmap", base), scalars, stream.ptr, (memory, values, bounds)
+    places = tuple(arena.places[name][0] for name in ("bitmap", "row_count", "partials"))
+    made = _StateLaunch(
+        config,
+        (grid,),
+        (config.warps * 32,),
+        config.smem_bytes,
+        arena,
+        places,
+        params.tobytes(),
+        not fits,
     )
+    if len(_launches) >= _MOST_LAUNCHES:
+        _launches.clear()
+    _launches[key] = made
+    return made
+
+
+_launches: dict[Any, _StateLaunch] = {}
+_MOST_LAUNCHES = 256
+_STATE_PATCH = Patch(
+    MASK_STATE_PARAMS, "values", "bounds", "bitmap", "row_count", "scalars", "partials"
+)
 
 
 def build(
@@ -187,35 +235,39 @@ def build(
     if not capturing:
         collect()
     known = None if capturing else nnz
-    layout = build_layout(replace(sizes, frag_capacity=lists_room(sizes, known)))
-    made = layout.build
+    room = lists_room(sizes, known)
+    launch = _build_launch(sizes, room, arch)
+    layout = launch.layout
     with pool_may_grow() if capturing else nullcontext():
         kept = cupy.empty(layout.kept.nbytes, np.uint8)
         scratch = cupy.empty(layout.scratch.nbytes, np.uint8)
     base = kept.data.ptr
     stamp = next(_stamps)
-    params = layout.params(state.bitmap.ptr, base, scratch.data.ptr, stamp)
-    for name in TILE_KERNELS:
-        config = builder(arch, name)
+    params = (layout.params(state.bitmap.ptr, base, scratch.data.ptr, stamp),)
+    for config, grid, threads, smem_bytes in launch.kernels:
         kernel = load(config, state.source.device)
-        grid, threads = (made.grid(config),), (config.warps * 32,)
-        kernel(grid, threads, (params,), shared_mem=config.smem_bytes)
-        mark(name)
-    parts = {name: layout.kept.part(name, base) for name in layout.kept.places}
+        kernel(grid, threads, params, shared_mem=smem_bytes)
+        mark(config.kernel)
+    parts = layout.kept_parts(base)
     plan = DevicePlan(
-        task_count=made.task_capacity,
-        slot_log2=int(math.log2(made.shape.slot)),
-        merge_count=made.merge_capacity,
-        slots=made.slot_capacity,
-        fragments=parts.pop("frags"),
-        **parts,
+        task_count=launch.task_capacity,
+        slot_log2=launch.slot_log2,
+        merge_count=launch.merge_capacity,
+        slots=launch.slot_capacity,
+        tasks=parts["tasks"],
+        tile_q=parts["tile_q"],
+        fragments=parts["frags"],
+        merge_head=parts["merge_head"],
+        merge_tile=parts["merge_tile"],
+        merge_offsets=parts["merge_offsets"],
+        counts=parts["counts"],
         units=None,
         frag_bits=None,
         bits=None,
         uses=Uses(stream),
         scalars=state.scalars,
         stamp=stamp,
-        may_overflow=known is None and made.frag_capacity < made.most_fragments,
+        may_overflow=known is None and room < launch.most_fragments,
     )
     release_with(plan, plan.uses, [kept, state.scalars])
     if capturing:
@@ -225,6 +277,34 @@ def build(
         if plan.may_overflow:
             watch(sizes, plan.counts)
     return plan
+
+
+@dataclass(frozen=True, eq=False)
+class _BuildLaunch:
+    """The launches of the tile kernels for one build."""
+
+    layout: BuildLayout
+    kernels: list[tuple[KernelConfig, tuple[int], tuple[int], int]]
+    task_capacity: int
+    merge_capacity: int
+    slot_capacity: int
+    slot_log2: int
+    most_fragments: int
+
+
+@lru_cache(maxsize=256)
+def _build_launch(sizes: TileBuild, room: int, arch: str) -> _BuildLaunch:
+    made = replace(sizes, frag_capacity=room)
+    configs = [builder(arch, name) for name in TILE_KERNELS]
+    return _BuildLaunch(
+        BuildLayout(made),
+        [(c, (made.grid(c),), (c.warps * 32,), c.smem_bytes) for c in configs],
+        made.task_capacity,
+        made.merge_capacity,
+        made.slot_capacity,
+        int(math.log2(made.shape.slot)),
+        made.most_fragments,
+    )
 
 
 def kernels(source: DeviceSource, arch: str) -> list[KernelConfig]:
@@ -259,8 +339,8 @@ def check(plan: DevicePlan, sizes: TileBuild, device: int) -> None:
         )
 
 
-def _rows(operand: interop.Operand, inner: int) -> tuple[interop.Operand, int]:
-    """An operand whose rows are one stride apart, which is a copy where need be; and the stride.
+def _stride(operand: Operand, inner: int) -> int | None:
+    """Elements from each row to the next; None where a kernel cannot read the array as it is.
 
     Args:
         operand: an array of rows.
@@ -269,13 +349,11 @@ def _rows(operand: interop.Operand, inner: int) -> tuple[interop.Operand, int]:
     """
     outer = len(operand.shape) - inner
     stride = _row_stride(operand.shape[:outer], operand.strides[:outer])
+    if stride is None or stride < 0:
+        return None
     if inner:
-        fits = operand.strides[-1] == 1 or operand.shape[-1] <= 1
-    else:
-        fits = stride == 1 or math.prod(operand.shape) <= 1
-    if stride is not None and stride >= 0 and fits:
-        return operand, stride
-    return interop.contiguous(operand), operand.shape[-1] if inner else 1
+        return stride if operand.strides[-1] == 1 or operand.shape[-1] <= 1 else None
+    return stride if stride == 1 or math.prod(operand.shape) <= 1 else None
 
 
 def _row_stride(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:

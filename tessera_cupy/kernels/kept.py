@@ -30,7 +30,9 @@ def keep(plan: DevicePlan, device: int, forget: Callable[[], None]) -> None:
     forgotten = []
     with _lock:
         plans = _plans.setdefault(device, OrderedDict())
-        plans[id(plan)] = (weakref.ref(plan), plan.nbytes, forget)
+        # Of its parts, the lists take nearly all.
+        nbytes = int(plan.fragments.nbytes + plan.tasks.nbytes)
+        plans[id(plan)] = (weakref.ref(plan), nbytes, forget)
         for key in [key for key, (alive, _, _) in plans.items() if alive() is None]:
             del plans[key]
         total = sum(nbytes for _, nbytes, _ in plans.values())

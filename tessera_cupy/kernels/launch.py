@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.cache import default_cache
-from tessera_cupy.kernels.catalog import KernelConfig
+from tessera_cupy.kernels.catalog import KernelConfig, merge_for
 from tessera_cupy.kernels.lifetime import Uses, collect, pool_may_grow, release_with
 from tessera_cupy.kernels.tensor_maps import TENSOR_MAP, fragment_map, rows_map
 from tessera_cupy.mapping.tiles import UNIT_ROWS
@@ -91,6 +91,16 @@ WGMMA_PARAMS = np.dtype(
     }
 )
 
+#: Told the name of a stage once it is launched.
+Mark = Callable[[str], None]
+
+
+def unmarked(stage: str) -> None:
+    """The mark that notes nothing."""
+
+
+_MOST_STRUCTS = 64
+_MERGE_ARRAYS = ("merge_head", "merge_tile", "merge_offsets", "tile_q", "units")
 #: Warps of one merge CTA; one warp merges one row.
 MERGE_WARPS = 8
 
@@ -162,6 +172,7 @@ class DevicePlan:
         scalars: of such a plan, what ``mask_state`` counted.
         stamp: what ``counts`` ends with once they are this plan's.
         may_overflow: whether its lists may need more room than they have.
+        structs: params of its launches, for operands and a workspace at some addresses.
     """
 
     task_count: int
@@ -182,6 +193,7 @@ class DevicePlan:
     scalars: Any = None
     stamp: int = 0
     may_overflow: bool = False
+    structs: dict[Any, tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -278,107 +290,151 @@ class Geometry:
     device: int
 
 
-def attend(
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A launch on operands at fixed addresses, for any plan of its geometry.
+
+    Attributes:
+        config: the attention kernel.
+        merge: the ``merge_splits`` entry of the same dtype.
+        o, geometry: the result, and the sizes of the request.
+        params, merge_params: their structs, without what a plan and a run add.
+        smem_bytes: of the attention kernel.
+    """
+
+    config: KernelConfig
+    merge: KernelConfig
+    o: Tensor
+    geometry: Geometry
+    params: bytes
+    merge_params: bytes
+    smem_bytes: int
+
+
+def pack(
     config: KernelConfig,
-    merge: KernelConfig,
-    plan: DevicePlan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     o: Tensor,
-    lse: int,
     geometry: Geometry,
-    temporaries: Sequence[Any] = (),
-) -> None:
-    """Launch the attention of a plan, and the merge of its split parts, on the current stream.
+    slot_log2: int,
+) -> Packed:
+    """Pack the structs of an attention kernel and of its merge.
 
     Args:
-        config: the attention kernel that the plan was made for.
-        merge: the ``merge_splits`` entry of the same dtype.
-        plan: the plan's arrays on the current device.
+        config: the attention kernel.
         q: operand; head dim contiguous, address and strides multiples of 16 bytes.
         k: the same, of the KV heads.
         v: as k.
         o: result, of q's shape.
-        lse: address of a (batch, q_heads, sq) float32 array, or 0.
         geometry: sizes of the request.
+        slot_log2: columns of a fragment of the plans to be run, as a power of two.
+    """
+    g = geometry
+    common = {
+        "o": o.pointer,
+        "o_stride": o.strides,
+        "q_heads": g.q_heads,
+        "q_per_kv": g.q_heads // g.kv_heads,
+        "head_dim": g.head_dim,
+        "sq": g.sq,
+        "slot_log2": slot_log2,
+        # The kernels take |scale| and a sign; a zero would turn masked scores into 0 * -inf.
+        "scale_log2": max(abs(g.sm_scale) * math.log2(math.e), 1e-30),
+        "negate": g.sm_scale < 0,
+    }
+    if config.kernel == "attend_wgmma":
+        params = packed_struct(WGMMA_PARAMS, common | _maps(slot_log2, q, k, v, g))
+    else:
+        operands = {
+            **{name: t.pointer for name, t in (("q", q), ("k", k), ("v", v))},
+            **{f"{name}_stride": t.strides for name, t in (("q", q), ("k", k), ("v", v))},
+        }
+        params = packed_struct(ATTEND_PARAMS, common | operands)
+    merge_params = packed_struct(
+        MERGE_PARAMS,
+        {
+            **{name: common[name] for name in ("o", "o_stride", "q_heads", "head_dim", "sq")},
+            "tile_rows": config.tile_q,
+            "row_width": config.head_dim,
+        },
+    )
+    structs = params.tobytes(), merge_params.tobytes()
+    return Packed(config, merge_for(config), o, g, *structs, config.smem_bytes)
+
+
+def attend(
+    packed: Packed,
+    plan: DevicePlan,
+    lse: int,
+    temporaries: Sequence[Any] = (),
+    mark: Mark = unmarked,
+) -> None:
+    """Launch the attention of a plan, and the merge of its split parts, on the current stream.
+
+    Args:
+        packed: the operands, for plans with the fragments of this one.
+        plan: the plan's arrays on the current device.
+        lse: address of a (batch, q_heads, sq) float32 array, or 0.
         temporaries: operands that end with the call; in a capture they are kept with the plan.
+        mark: told when each kernel is launched.
     """
     import cupy
 
     if plan.task_count == 0:
         return
+    config, g = packed.config, packed.geometry
     stream = cupy.cuda.get_current_stream()
     capturing = stream.is_capturing()
-    partial_o = partial_ml = None
+    workspace = None
     if plan.slots:
         with pool_may_grow() if capturing else nullcontext():
-            partial_o = cupy.empty((plan.slots, config.tile_q, config.head_dim), np.float32)
-            partial_ml = cupy.empty((plan.slots, config.tile_q, 2), np.float32)
-
-    g = geometry
-    common = {
-        "o": o.pointer,
-        "o_stride": o.strides,
-        "lse": lse,
-        "tasks": _pointer(plan.tasks),
-        "frags": _pointer(plan.fragments),
-        "partial_o": _pointer(partial_o),
-        "partial_ml": _pointer(partial_ml),
-        "q_heads": g.q_heads,
-        "q_per_kv": g.q_heads // g.kv_heads,
-        "head_dim": g.head_dim,
-        "sq": g.sq,
-        "slot_log2": plan.slot_log2,
-        # The kernels take |scale| and a sign; a zero would turn masked scores into 0 * -inf.
-        "scale_log2": max(abs(g.sm_scale) * math.log2(math.e), 1e-30),
-        "negate": g.sm_scale < 0,
-        "counts": _pointer(plan.counts),
-    }
+            # O of each slot's rows, then their M and L.
+            rows = plan.slots * config.tile_q
+            workspace = cupy.empty(rows * (config.head_dim + 2), np.float32)
     if plan.may_overflow:
-        poison(o, lse, geometry, stream.ptr)
-    if config.kernel == "attend_wgmma":
-        units = {"units": _pointer(plan.units)}
-        params = packed_struct(WGMMA_PARAMS, common | units | _maps(plan, q, k, v, g))
-        grid = min(g.capacity, plan.task_count)
-    else:
-        operands = {
-            **{name: t.pointer for name, t in (("q", q), ("k", k), ("v", v))},
-            **{f"{name}_stride": t.strides for name, t in (("q", q), ("k", k), ("v", v))},
-            "frag_bits": _pointer(plan.frag_bits),
-            "bits": _pointer(plan.bits),
-        }
-        params = packed_struct(ATTEND_PARAMS, common | operands)
-        grid = plan.task_count
+        poison(packed.o, lse, g, stream.ptr)
+    key = (packed, lse, _pointer(workspace))
+    structs = plan.structs.get(key)
+    if structs is None:
+        structs = _structs(packed, plan, lse, _pointer(workspace))
+        if len(plan.structs) >= _MOST_STRUCTS:
+            plan.structs.clear()
+        plan.structs[key] = structs
+    params, merge_params = structs
     kernel = load(config, g.device)
-    merge_kernel = load(merge, g.device) if plan.merge_count else None
-    kernel((grid,), (config.warps * 32,), (params,), shared_mem=config.smem_bytes)
-
+    merge_kernel = load(packed.merge, g.device) if plan.merge_count else None
+    persistent = config.kernel == "attend_wgmma"
+    grid = min(g.capacity, plan.task_count) if persistent else plan.task_count
+    kernel((grid,), (config.warps * 32,), (params,), shared_mem=packed.smem_bytes)
+    mark("attention")
     if merge_kernel is not None:
-        params = packed_struct(
-            MERGE_PARAMS,
-            {
-                **{name: common[name] for name in ("o", "o_stride", "lse")},
-                **{name: common[name] for name in ("partial_o", "partial_ml")},
-                **{name: common[name] for name in ("q_heads", "head_dim", "sq")},
-                "merge_head": _pointer(plan.merge_head),
-                "merge_tile": _pointer(plan.merge_tile),
-                "merge_offsets": _pointer(plan.merge_offsets),
-                "tile_q": _pointer(plan.tile_q),
-                "units": _pointer(plan.units),
-                "tile_rows": config.tile_q,
-                "row_width": config.head_dim,
-                "counts": common["counts"],
-            },
-        )
-        merge_kernel(
-            (plan.merge_count, -(-config.tile_q // MERGE_WARPS)), (MERGE_WARPS * 32,), (params,)
-        )
-
+        grids = (plan.merge_count, -(-config.tile_q // MERGE_WARPS))
+        merge_kernel(grids, (MERGE_WARPS * 32,), (merge_params,))
+        mark("merge")
     if capturing:
-        plan.uses.keep(partial_o, partial_ml, *temporaries)
+        plan.uses.keep(workspace, *temporaries)
     else:
         plan.uses.record(stream)
+
+
+def _structs(
+    packed: Packed, plan: DevicePlan, lse: int, workspace: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The packed structs with a plan's arrays and a workspace."""
+    config = packed.config
+    sums = workspace + 4 * plan.slots * config.tile_q * config.head_dim if workspace else 0
+    counts, units = _pointer(plan.counts), _pointer(plan.units)
+    lists = lse, _pointer(plan.tasks), _pointer(plan.fragments)
+    if config.kernel == "attend_wgmma":
+        numbers = (*lists, units, workspace, sums, plan.task_count, counts)
+        params = _WGMMA_PATCH(packed.params, *numbers)
+    else:
+        bits = _pointer(plan.frag_bits), _pointer(plan.bits)
+        params = _ATTEND_PATCH(packed.params, *lists, *bits, workspace, sums, counts)
+    merges = [_pointer(getattr(plan, name)) for name in _MERGE_ARRAYS]
+    return params, _MERGE_PATCH(packed.merge_params, lse, *merges, workspace, sums, counts)
 
 
 def poison(o: Tensor, lse: int, geometry: Geometry, stream: int) -> None:
@@ -405,10 +461,10 @@ def _checked(result: tuple[Any]) -> None:
         raise RuntimeError(f"cuMemset: {result[0]}")
 
 
-def _maps(plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> dict[str, Any]:
-    """The tensor maps of ``attend_wgmma``, and how many tasks its CTAs share."""
+def _maps(slot_log2: int, q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> dict[str, Any]:
+    """The tensor maps of ``attend_wgmma``."""
     kv_shape = (g.batch, g.kv_heads, g.skv, g.head_dim)
-    slot = 1 << plan.slot_log2
+    slot = 1 << slot_log2
     k_fragment = fragment_map(k.pointer, g.dtype, kv_shape, k.strides, slot)
     v_fragment = fragment_map(v.pointer, g.dtype, kv_shape, v.strides, slot)
     q_shape = (g.batch, g.q_heads, g.sq, g.head_dim)
@@ -416,12 +472,46 @@ def _maps(plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> dic
         "q": rows_map(q.pointer, g.dtype, q_shape, q.strides, UNIT_ROWS),
         "k_rows": rows_map(k.pointer, g.dtype, kv_shape, k.strides, 8),
         "v_rows": rows_map(v.pointer, g.dtype, kv_shape, v.strides, 8),
-        "task_count": plan.task_count,
     }
     if k_fragment is not None and v_fragment is not None:
         whole = {"k_fragment": k_fragment, "v_fragment": v_fragment}
         maps |= whole | {"whole_rows": g.skv // 8 * 8}
     return maps
+
+
+class Patch:
+    """Sets the same few pointers or numbers in many copies of a struct.
+
+    Args:
+        dtype: the struct.
+        names: fields that are neither strides nor tensor maps.
+
+    >>> patch = Patch(MERGE_PARAMS, "o", "lse")
+    >>> patch(bytes(MERGE_PARAMS.itemsize), 1, 2).view(MERGE_PARAMS)["lse"].item()
+    2
+    """
+
+    def __init__(self, dtype: np.dtype[Any], *names: str) -> None:
+        self._whole, places = _places(dtype)
+        # Fields that follow each other are packed together.
+        self._runs: list[tuple[struct.Struct, int, int, int]] = []
+        for i, name in enumerate(names):
+            offset, packer = places[name]
+            assert packer is not None
+            if self._runs and self._runs[-1][1] + self._runs[-1][0].size == offset:
+                before, start, first, _ = self._runs.pop()
+                packer = struct.Struct(before.format + packer.format[1:])
+                offset, i_first = start, first
+            else:
+                i_first = i
+            self._runs.append((packer, offset, i_first, i + 1))
+
+    def __call__(self, packed: bytes, *values: int) -> NDArray[Any]:
+        """A copy of a packed struct with these values, in the order of the names."""
+        params = bytearray(packed)
+        for packer, offset, first, end in self._runs:
+            packer.pack_into(params, offset, *values[first:end])
+        return np.frombuffer(params, self._whole)
 
 
 def packed_struct(dtype: np.dtype[Any], values: dict[str, Any]) -> NDArray[Any]:
@@ -465,3 +555,9 @@ def _places(
 
 def _pointer(array: Any) -> int:
     return 0 if array is None else int(array.data.ptr)
+
+
+_RUN = ("partial_o", "partial_ml")
+_ATTEND_PATCH = Patch(ATTEND_PARAMS, "lse", "tasks", "frags", "frag_bits", "bits", *_RUN, "counts")
+_WGMMA_PATCH = Patch(WGMMA_PARAMS, "lse", "tasks", "frags", "units", *_RUN, "task_count", "counts")
+_MERGE_PATCH = Patch(MERGE_PARAMS, "lse", *_MERGE_ARRAYS, *_RUN, "counts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,8 @@ class BlockMask(BlockGrid):
             return None
         from tessera_cupy.masks.device_mask import DeviceMask
 
-        grid = resolve_grid(source.num_blocks, *source.axes, block_size, shape, None, None)
+        tokens = None if shape is None else pair(shape, "shape")
+        grid = _grid(source.num_blocks, source.axes, pair(block_size, "block_size"), tokens)
         return DeviceMask(grid, source, read)
 
     @classmethod
@@ -471,3 +472,14 @@ class BlockMask(BlockGrid):
         arrays: list[NDArray[Any]] = [self.indptr, self.indices, self.partial, self.token_bits]
         arrays += [a for a in (self.q_block_sizes, self.kv_block_sizes) if a is not None]
         return arrays
+
+
+@lru_cache(maxsize=256)
+def _grid(
+    num_blocks: tuple[int, int],
+    axes: tuple[int, int],
+    block_size: tuple[int, int],
+    shape: tuple[int, int] | None,
+) -> BlockGrid:
+    """The grid of uniform blocks, checked once for masks of one geometry."""
+    return resolve_grid(num_blocks, *axes, block_size, shape, None, None)

@@ -26,13 +26,8 @@ class DeviceMask(BlockMask):
         self, grid: BlockGrid, source: DeviceSource, read: Callable[[], BlockMask]
     ) -> None:
         """``read`` copies the arrays to the host and makes the same mask of them."""
-        given = {
-            **{name: getattr(grid, name) for name in ("block_size", "shape", "batch", "heads")},
-            **dict.fromkeys(("q_block_sizes", "kv_block_sizes")),
-            "device": source.device,
-        }
-        for name, value in given.items():
-            object.__setattr__(self, name, value)
+        # All of the grid, with what it has worked out; the class is frozen.
+        vars(self).update(vars(grid), device=source.device)
         self._source = source
         self._version = 0
         self._read = read

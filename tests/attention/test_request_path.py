@@ -23,6 +23,7 @@ from tessera_cupy import (
     BlockMask,
     PlanOverflowError,
     block_sparse_attention,
+    call,
     make_plan,
 )
 from tessera_cupy.kernels import kept, room
@@ -407,6 +408,40 @@ def test_kept_plans_are_bounded(request_of: Any, monkeypatch: pytest.MonkeyPatch
     assert requests[2].check(RETAIN)[0] == "mask_state_dense"  # in place of the second's
     assert requests[0].check(RETAIN)[0].startswith("attend")
     assert requests[1].check(RETAIN)[0] == "mask_state_dense"
+
+
+# Calls that are alike
+
+
+def test_arrays_that_are_alike_are_checked_once(
+    changing: Changing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, gpu = changing.request, changing.request.gpu
+    made.check(RETAIN)
+    for function in ("make_request", "check_out"):
+        monkeypatch.setattr(call, function, None)
+    made.check(RETAIN)
+    made.arrays = [gpu.array(x) for x in made.case.arrays]
+    made.check(RETAIN)
+    monkeypatch.undo()
+    shorter = made.arrays[1][:, :, 8:]
+    with pytest.raises(ValueError, match=r"`v`.*k's shape"):
+        block_sparse_attention(made.arrays[0], shorter, made.arrays[2], made.mask, regime=RETAIN)
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_an_output_in_the_inputs_is_refused_at_every_address(changing: Changing, turn: int) -> None:
+    made, gpu = changing.request, changing.request.gpu
+    rows = made.case.q.shape[2]
+    both = gpu.array(np.concatenate([made.case.q, made.case.q], axis=2), writable=True)
+    first, second = both[:, :, :rows], both[:, :, rows:]
+    out = block_sparse_attention(first, *made.arrays[1:], made.mask, regime=RETAIN, out=second)
+    made.case.check_kernel(out.get())
+    overlap = both[:, :, 16 * (turn + 1) : rows + 16 * (turn + 1)]
+    with pytest.raises(ValueError, match=r"`out`.*memory that q uses"):
+        block_sparse_attention(first, *made.arrays[1:], made.mask, regime=RETAIN, out=overlap)
+    out = block_sparse_attention(first, *made.arrays[1:], made.mask, regime=RETAIN, out=first)
+    made.case.check_kernel(out.get())
 
 
 # Lists that are too small

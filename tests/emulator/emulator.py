@@ -32,7 +32,7 @@ from numpy.typing import DTypeLike, NDArray
 from tessera_cupy import ArraySpec, BlockMask, make_plan
 from tessera_cupy._resources import kernels_dir
 from tessera_cupy.kernels import launch, tensor_maps
-from tessera_cupy.kernels.catalog import KernelConfig, merge_for
+from tessera_cupy.kernels.catalog import KernelConfig
 from tessera_cupy.kernels.specialise import source
 
 HERE = Path(__file__).parent
@@ -227,15 +227,12 @@ class Emulator:
                 head, row = middle if layout == "BHSD" else middle[::-1]
                 return launch.Tensor(array.data.ptr, (batch, head, row))
 
-            launch.attend(
+            packed = launch.pack(
                 plan.config,
-                merge_for(plan.config),
-                uploaded,
                 tensor(q_, q),
                 tensor(k_, k),
                 tensor(v_, v),
                 tensor(out, q),
-                lse.data.ptr,
                 launch.Geometry(
                     **{n: getattr(r, n) for n in ("batch", "q_heads", "kv_heads", "sq", "skv")},
                     head_dim=r.head_dim,
@@ -244,7 +241,9 @@ class Emulator:
                     capacity=self.capacity,
                     device=0,
                 ),
+                uploaded.slot_log2,
             )
+            launch.attend(packed, uploaded, lse.data.ptr)
             beside = [array.name for array in self._arrays if not array.clean()]
             if beside:
                 raise EmulationError(f"seed {self.seed}: written beside {', '.join(beside)}")

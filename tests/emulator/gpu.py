@@ -288,6 +288,7 @@ class EmulatedGpu(Emulator):
             Device=Device,
             alloc_pinned_memory=pinned,
             runtime=SimpleNamespace(
+                getDevice=lambda: ORDINAL,
                 getDeviceCount=lambda: 1,
                 getDeviceProperties=lambda device: properties,
                 memcpyAsync=self._copy,

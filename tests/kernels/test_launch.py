@@ -145,12 +145,10 @@ def attend(
         head = rows * r.head_dim
         batch = v_batch_stride if name == "v" and v_batch_stride else heads * head
         operands[name] = launch.Tensor(pointers[name], (batch, head, r.head_dim))
-    launch.attend(
+    uploaded = launch.upload(made.tiles(), made.tasks(), bits=made.config.bits)
+    packed = launch.pack(
         made.config,
-        catalog.merge_for(made.config),
-        launch.upload(made.tiles(), made.tasks(), bits=made.config.bits),
         *operands.values(),
-        0,
         launch.Geometry(
             batch=r.batch,
             q_heads=r.q_heads,
@@ -163,7 +161,9 @@ def attend(
             capacity=capacity,
             device=0,
         ),
+        uploaded.slot_log2,
     )
+    launch.attend(packed, uploaded, 0)
 
 
 POINTERS = {"q": 1 << 20, "k": 2 << 20, "v": 3 << 20, "o": 4 << 20}
@@ -287,3 +287,16 @@ def test_structs_are_packed_as_numpy_lays_them_out() -> None:
         packed = launch.packed_struct(dtype, values)
         assert (packed.shape, packed.dtype.itemsize) == ((1,), dtype.itemsize)
         assert packed.tobytes() == expected.tobytes()
+
+
+def test_a_patch_sets_its_fields_and_leaves_the_others() -> None:
+    rng = np.random.default_rng(1)
+    names = ("k_stride", "sq", "lse", "tasks", "frags", "counts", "q_heads")
+    patch = launch.Patch(launch.ATTEND_PARAMS, *names[1:])
+    before = np.frombuffer(rng.bytes(launch.ATTEND_PARAMS.itemsize), launch.ATTEND_PARAMS).copy()
+    values = [7, 2**63 + 1, 11, 12, 2**40, -3]
+    expected = before.copy()
+    for name, value in zip(names[1:], values, strict=True):
+        expected[name] = value
+    assert patch(before.tobytes(), *values).tobytes() == expected.tobytes()
+    assert expected.tobytes() != before.tobytes()

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tessera_cupy import ArraySpec, BlockMask, make_plan
-from tessera_cupy.kernels import catalog, launch, lifetime
+from tessera_cupy.kernels import launch, lifetime
 from tessera_cupy.kernels.lifetime import Uses
 
 
@@ -235,8 +235,8 @@ def split(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         cupy.empty = empty
         config = made.config
-        launch.attend(config, catalog.merge_for(config), state.plan, at, at, at, at, 0, geometry,
-                      temporaries)  # fmt: skip
+        packed = launch.pack(config, at, at, at, at, geometry, state.plan.slot_log2)
+        launch.attend(packed, state.plan, 0, temporaries)
         return seen
 
     state.run = run
@@ -248,8 +248,9 @@ def test_a_workspace_ends_with_its_launch(split: Any, cupy: Any) -> None:
     copy = weakref.ref(temporary)
     workspace = split.run([temporary])
     del temporary
-    assert len(split.launched) == len(workspace) == 2  # attention and merge; O, and M and L
-    assert [x() for x in (*workspace, copy)] == [None] * 3
+    assert len(split.launched) == 2  # attention and merge
+    assert len(workspace) == 1
+    assert [x() for x in (*workspace, copy)] == [None] * 2
 
 
 @pytest.fixture
@@ -279,14 +280,14 @@ def test_a_captured_workspace_is_kept_with_the_plan(
     cupy.stream.capturing = False
     ended = split.run()
     assert len(grown) == 4
-    assert [x() is None for x in (*kept, *ended)] == [False] * 5 + [True] * 2
+    assert [x() is None for x in (*kept, *ended)] == [False] * 3 + [True]
     # Each capture has its own, as graphs may run at the same time.
     used = [x.view(launch.ATTEND_PARAMS)["partial_o"].item() for x in split.launched[:4:2]]
-    assert used == [kept[1]().ctypes.data, kept[3]().ctypes.data]
+    assert used == [kept[1]().ctypes.data, kept[2]().ctypes.data]
     cupy.stream.progress()
     split.plan = None
     lifetime.collect()
-    assert [x() for x in kept] == [None] * 5
+    assert [x() for x in kept] == [None] * 3
 
 
 def test_a_capture_records_no_event(split: Any, cupy: Any, grown: list[str]) -> None:
