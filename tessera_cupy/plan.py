@@ -17,6 +17,7 @@ from tessera_cupy.masks import BlockMask
 from tessera_cupy.organization import Tasks
 from tessera_cupy.output import check_apart
 from tessera_cupy.prepared import Prepared
+from tessera_cupy.profile import Profile, Stages, median
 from tessera_cupy.request import ArraySpec, make_request
 
 _SIZES = ("batch", "q_heads", "kv_heads", "sq", "skv", "head_dim")
@@ -132,16 +133,55 @@ class Plan:
         """
         r = self.request
         call = checked(self.mask, q, k, v, out, layout=r.layout, arch=r.arch)
-        if call.request is not r and call.request != r:
-            raise ValueError(
-                wrong(
-                    "q, k, v",
-                    f"the plan's {r.differences(call.request)}",
-                    call.request.differences(r),
-                    "make a new plan",
-                )
-            )
+        self._check_request(call)
         return self.run_checked(call, q, k, v, sm_scale, out, return_lse, stream)
+
+    def profile(self, q: Any, k: Any, v: Any, *, runs: int = 7) -> Profile:
+        """Where the time of a request with this plan goes, on the current stream of q's framework.
+
+        Waits for the GPU. Each run makes the plan anew and computes the attention.
+
+        Args:
+            q: an array on a GPU, as for :meth:`run`.
+            k: the same.
+            v: the same.
+            runs: how many runs the medians are of.
+
+        Returns:
+            Milliseconds of each part; as text a table of them.
+
+        Raises:
+            ValueError: arrays in host memory, or as in :meth:`run`; a stream that is capturing.
+        """
+        r = self.request
+        call = checked(self.mask, q, k, v, None, layout=r.layout, arch=r.arch)
+        self._check_request(call)
+        device = call.device
+        if device is None:
+            raise ValueError(
+                wrong("q", "an array on a GPU", "one in host memory", "copy it to the GPU")
+            )
+        self._check_device(device)
+        prepared, scale = self._prepared, _scale(None, r.head_dim)
+        with interop.on_stream(None, (q, k, v), device):
+            launch.refuse_capture()
+            import cupy
+
+            plan = prepared.on_device(self.mask, device)
+            result = interop.empty(q, r.q_shape, r.dtype)
+            packed, copies = self._pack(q, k, v, result, scale, plan.slot_log2, call, None)
+            made_there = prepared.makes(self.mask, device)
+            times = []
+            for _ in range(1 + runs):
+                # Keeps the GPU busy while the host queues what is timed.
+                launch.attend(packed, plan, 0, copies)
+                stages = Stages(cupy.cuda.get_current_stream())
+                if made_there:
+                    plan = prepared.make(self.mask, device, mark=stages.mark)
+                launch.attend(packed, plan, 0, copies, stages.mark)
+                times.append(stages.ms())
+            host = {} if made_there else prepared.host_ms(self.mask)
+        return median(times[1:], on_gpu=made_there, select=prepared.select_ms, **host)
 
     def run_checked(
         self,
@@ -208,6 +248,19 @@ class Plan:
             if out is None:
                 result = interop.returned(result, q)
             return (result, interop.returned(lse, q)) if return_lse else result
+
+    def _check_request(self, call: Call) -> None:
+        """Refuse arrays of another geometry."""
+        r = self.request
+        if call.request is not r and call.request != r:
+            raise ValueError(
+                wrong(
+                    "q, k, v",
+                    f"the plan's {r.differences(call.request)}",
+                    call.request.differences(r),
+                    "make a new plan",
+                )
+            )
 
     def _check_device(self, device: int) -> None:
         """Refuse a GPU that is not the mask's or not of the plan's architecture."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from time import perf_counter
 
 from tessera_cupy import gpus
 from tessera_cupy.choice import PlanChoice, checked_regime, choose
@@ -33,6 +34,7 @@ class Prepared:
         request, spec, config, choice: as in :class:`tessera_cupy.Plan`.
         model: the GPU that the tasks are organized for.
         version: of the mask, when the plan was chosen.
+        select_ms: the host's time for choosing, milliseconds.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Prepared:
         choice: PlanChoice,
         version: int = 0,
         counted: tuple[MaskState, int] | None = None,
+        select_ms: float = 0.0,
     ) -> None:
         """``counted`` is the mask's state, for the first run, and its number of active blocks."""
         self.request = request
@@ -52,6 +55,7 @@ class Prepared:
         self.model = model
         self.choice = choice
         self.version = version
+        self.select_ms = select_ms
         self._lock = threading.RLock()
         self._holds = version
         self._counted = counted
@@ -158,6 +162,21 @@ class Prepared:
             )
         return device_build.build(state, sizes, arch, nnz=nnz, capturing=capturing, mark=mark)
 
+    def makes(self, mask: BlockMask, device: int) -> bool:
+        """Whether the GPU makes the arrays, rather than the host."""
+        return mask.source is not None and self._sizes(mask, device) is not None
+
+    def host_ms(self, mask: BlockMask) -> dict[str, float]:
+        """The host's time for making the arrays and copying them, by part; nothing is kept."""
+        again = Prepared(self.request, self.spec, self.config, self.model, self.choice)
+        again._holds = mask.version
+        times = [perf_counter()]
+        tiles = again.tiles(mask)
+        times.append(perf_counter())
+        launch.upload(tiles, again.tasks(mask), bits=self.config.bits)
+        times.append(perf_counter())
+        return {"tiles": 1e3 * (times[1] - times[0]), "tasks": 1e3 * (times[2] - times[1])}
+
     def check(self, mask: BlockMask) -> None:
         """Wait for what GPUs made, and raise what is wrong with it; else check the mask."""
         with self._lock:
@@ -226,7 +245,9 @@ def prepare(
         sms = gpus.multiprocessors(device)
         state = device_build.mask_state(source, request.arch.name, sms)
         summary = state.summary()
+    begin = perf_counter()
     spec, config, choice = choose(mask, request, regime, summary)
+    select_ms = 1e3 * (perf_counter() - begin)
     model = gpus.model_of(config, request.arch, device)
     counted = (state, summary.nnz) if state and summary else None
-    return Prepared(request, spec, config, model, choice, version, counted)
+    return Prepared(request, spec, config, model, choice, version, counted, select_ms)

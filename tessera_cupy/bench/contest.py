@@ -66,9 +66,11 @@ class Contest:
         for peer, make in self._calls.items():
             try:
                 call = make(mask)
-                problem = _problem(peer, call(), expected)
+                result = call()
+                # Dense attention knows no mask.
+                problem = problem_of(result, expected) if peer.backend is None else None
             except Exception as error:  # a peer's own failure, of whatever type, is a result here
-                problem = _one_line(error)
+                problem = one_line(error)
             if problem is None:
                 calls[peer.name] = call
             else:
@@ -88,10 +90,8 @@ def _calls_of(peer: Peer, arrays: tuple[Any, Any, Any]) -> Callable[[BlockMask],
     return lambda mask: dense
 
 
-def _problem(peer: Peer, result: Any, expected: Expected) -> str | None:
-    """What is wrong with an output; None for a right one, or one that knows no mask."""
-    if peer.backend is not None:
-        return None
+def problem_of(result: Any, expected: Expected) -> str | None:
+    """What is wrong with a peer's output under a mask; None for a right one."""
     check = expected.check(_host(result))
     if check.passed:
         return None
@@ -105,7 +105,7 @@ def _host(tensor: Any) -> NDArray[Any]:
     return bits.view(interop.numpy_dtype("bfloat16"))
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Type and first line that says something; torch's errors go on for pages."""
     lines = [line.strip() for line in str(error).splitlines()]
     telling = [line for line in lines if line and not line.endswith("raised:")]

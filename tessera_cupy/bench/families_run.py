@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,15 +63,63 @@ def run_families(
         MissingExtraError: masks have to be made, and scikit-video or av is not installed.
         ValueError: an argument that cannot be served.
     """
-    cupy = interop.import_cupy()
+    interop.import_cupy()
     chosen_peers = contest.choose(peers)
-    chosen = [family for family in FAMILIES if families is None or family.name in families]
     checked_regime(regime)
+    steps = Steps(console, count=2 if masks == "random" else 3)
+    drawn = draw(tokens, grid, heads, head_dim, families, clips, masks, mask_cache, steps)
+
+    with steps.step("q, k, v") as step:
+        request = Request(heads, drawn.tokens, head_dim, regime)
+        step.done(f"{drawn.tokens:,} tokens, {heads} heads of {head_dim}, bfloat16, normal")
+
+    with steps.step("Measure", drawn.count) as step:
+
+        def on_case(figures: Mapping[str, Any]) -> None:
+            step.advance()
+            name = f"{figures['family']} {figures['clip']}"
+            console.print(f"  {name}: {figures['ms']:.3f} ms, {figures['tflops']:.0f} TFLOP/s")
+
+        report = measure_all(drawn.cases, request, chosen_peers, on_case)
+        step.done(f"{drawn.count} masks beside {len(chosen_peers)} peers")
+    return report | {"grid": drawn.grid, "masks": drawn.what}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Masks to measure.
+
+    Attributes:
+        cases: the masks, made while they are asked for.
+        count: how many.
+        tokens: of each.
+        grid: of the tokens, in words; None without one.
+        what: where the masks are from, in words.
+    """
+
+    cases: Iterable[Case]
+    count: int
+    tokens: int
+    grid: str | None
+    what: str
+
+
+def draw(
+    tokens: int,
+    grid: tuple[int, int, int] | None,
+    heads: int,
+    head_dim: int,
+    families: Sequence[str] | None,
+    clips: Sequence[str] | None,
+    masks: str,
+    mask_cache: Path | None,
+    steps: Steps,
+) -> Drawn:
+    """Choose or make the masks; arguments and errors are those of :func:`run_families`."""
+    chosen = [family for family in FAMILIES if families is None or family.name in families]
     if heads < 1:
         raise ValueError(wrong("heads", "at least 1", heads, "pass 1 or more"))
     laid = None if grid is None else VideoGrid(*grid)
-    steps = Steps(console, count=2 if masks == "random" else 3)
-
     cases: Iterable[Case]
     if masks == "random":
         _refuse_with_random(clip=clips, mask_cache=mask_cache)
@@ -84,24 +133,11 @@ def run_families(
         sources = [Source(clip, laid, heads, head_dim) for clip in dict.fromkeys(clips or CLIPS)]
         what = f"SPADE's rule, regenerated from {' and '.join(s.clip for s in sources)}"
         with steps.step("Masks", len(sources) * len(sparse) * heads) as step:
-            bits = cached_bits(mask_cache, sources, sparse, step.advance, cupy.asarray)
+            on_gpu = interop.import_cupy().asarray
+            bits = cached_bits(mask_cache, sources, sparse, step.advance, on_gpu)
             step.done(f"{len(sparse)} families: {what}")
         cases, total = _video_cases(chosen, sources, bits), len(sources) * len(chosen)
-
-    with steps.step("q, k, v") as step:
-        request = Request(heads, count, head_dim, regime)
-        step.done(f"{count:,} tokens, {heads} heads of {head_dim}, bfloat16, normal")
-
-    with steps.step("Measure", total) as step:
-
-        def on_case(figures: Mapping[str, Any]) -> None:
-            step.advance()
-            name = f"{figures['family']} {figures['clip']}"
-            console.print(f"  {name}: {figures['ms']:.3f} ms, {figures['tflops']:.0f} TFLOP/s")
-
-        report = measure_all(cases, request, chosen_peers, on_case)
-        step.done(f"{total} masks beside {len(chosen_peers)} peers")
-    return report | {"grid": None if laid is None else str(laid), "masks": what}
+    return Drawn(cases, total, count, None if laid is None else str(laid), what)
 
 
 def _model_grid(tokens: int) -> VideoGrid:

@@ -23,7 +23,7 @@ def families_table(report: Mapping[str, Any]) -> RenderableType:
             ``masks`` (where they are from) and ``grid`` (None without one) added.
     """
     clips = list(report["rows"][0]["by_clip"])
-    table = Table(title=_title(report))
+    table = Table(title=title(report))
     columns = ["family", "density", "runs", "mapping", "ms", "TFLOP/s", "/cuDNN"]
     columns += [" ".join(clip.split("_")[0] for clip in clips)] if len(clips) > 1 else []
     columns += [_TITLES[name] for name in report["peers"]]
@@ -34,7 +34,8 @@ def families_table(report: Mapping[str, Any]) -> RenderableType:
     return Group(table, *_notes(report))
 
 
-def _title(report: Mapping[str, Any]) -> str:
+def title(report: Mapping[str, Any]) -> str:
+    """GPU, date, sizes and masks of a report on families."""
     grid = f" ({report['grid']})" if report["grid"] else ""
     return (
         f"{report['gpu']}, {report['date']}: {report['tokens']:,} tokens{grid}, "
@@ -47,7 +48,7 @@ def _cells(row: Mapping[str, Any], *, several: bool) -> Iterator[str]:
     yield row["family"]
     yield f"{row['density']:.3f}"
     yield f"{row['run_coverage']:.2f}"
-    yield ", ".join(_short(plan) for plan in row["plans"])
+    yield ", ".join(short_plan(plan) for plan in row["plans"])
     yield f"{row['ms']:.3f}"
     yield f"{row['tflops']:.0f}" if row["passed"] else "WRONG"
     yield _times(row["ratio"])
@@ -57,7 +58,7 @@ def _cells(row: Mapping[str, Any], *, several: bool) -> Iterator[str]:
         yield f"{peer['tflops']:.0f}" if "tflops" in peer else _NONE
 
 
-def _short(plan: str) -> str:
+def short_plan(plan: str) -> str:
     """Kernel and mapping of a plan's name: the rest is in the report's ``plans``."""
     kernel, _, mapping, _ = plan.split("/")
     return f"{kernel.removeprefix('attend_')} {mapping}"

@@ -84,6 +84,30 @@ def torch_mask(mask: BlockMask, device: Any) -> Any:
     )
 
 
+def torch_mask_of_dense(blocks: Any, block_size: tuple[int, int], tokens: int) -> Any:
+    """Torch's ``BlockMask`` from a map of blocks on the GPU, by the steps that torch itself takes.
+
+    Args:
+        blocks: (1, heads, nq, nk) bool torch tensor.
+        block_size: (query, key) tokens of a block.
+        tokens: query and key tokens.
+    """
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    counts = blocks.sum(dim=-1, dtype=torch.int32)
+    columns = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+    return FlexMask.from_kv_blocks(
+        torch.zeros_like(counts),
+        torch.zeros_like(columns, dtype=torch.int32),
+        counts,
+        columns.to(torch.int32),
+        BLOCK_SIZE=block_size,
+        seq_lengths=(tokens, tokens),
+        compute_q_blocks=False,
+    )
+
+
 class Flex:
     """Compiled FlexAttention over one q, k and v.
 
@@ -111,14 +135,34 @@ class Flex:
             self._block_size = mask.block_size
         attention, options = self._attention, tile_options(mask.block_size)
         blocks = torch_mask(mask, self._tensors[0].device)
+        return lambda: self._attend(attention, blocks, options)
+
+    def request(self, mask: BlockMask, dense: Any) -> Callable[[], Any]:
+        """The same attention, with its mask made in each call.
+
+        Args:
+            mask: the mask, of which :meth:`call` was asked last.
+            dense: (1, heads, nq, nk) bool CuPy array of its blocks.
+        """
+        import torch
+
+        attention, options = self._attention, tile_options(mask.block_size)
+        blocks = torch.from_dlpack(dense.view("uint8")).view(torch.bool)
 
         def call() -> Any:
-            with torch.no_grad(), self._on_stream():  # else Flex writes the LSE too
-                return attention(
-                    *self._tensors, block_mask=blocks, kernel_options=dict(options) or None
-                )
+            with self._on_stream():
+                made = torch_mask_of_dense(blocks, mask.block_size, mask.shape[0])
+            return self._attend(attention, made, options)
 
         return call
+
+    def _attend(self, attention: Any, blocks: Any, options: dict[str, int]) -> Any:
+        import torch
+
+        with torch.no_grad(), self._on_stream():  # else Flex writes the LSE too
+            return attention(
+                *self._tensors, block_mask=blocks, kernel_options=dict(options) or None
+            )
 
 
 def make_flex(q: Any, k: Any, v: Any) -> Flex:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
 from rich.progress import Progress
 from rich.table import Table
 
@@ -24,6 +26,7 @@ def add_to(commands: Commands) -> None:
     kinds = parser.add_subparsers(title="measurements", required=True, metavar="WHAT")
     _add_attention(kinds)
     _add_families(kinds)
+    _add_request(kinds)
 
 
 def _add_attention(kinds: Commands) -> None:
@@ -52,46 +55,13 @@ def _add_families(kinds: Commands) -> None:
         "1. Rates count active pairs only; cuDNN's dense attention is timed in turns with each "
         "mask.",
     )
-    size = families.add_mutually_exclusive_group()
-    size.add_argument(
-        "--tokens",
-        type=int,
-        default=57600,
-        help="of a known model's grid; any number, if masks are random (default: 57600)",
-    )
-    size.add_argument(
-        "--grid", type=int, nargs=3, metavar=("T", "H", "W"), help="frames, rows, columns of tokens"
-    )
-    families.add_argument("--heads", type=int, default=8)
-    families.add_argument("--head-dim", type=int, default=128)
-    families.add_argument(
-        "--family",
-        action="append",
-        choices=[family.name for family in FAMILIES],
-        metavar="NAME",
-        help=f"of {', '.join(family.name for family in FAMILIES)}; may be repeated (default: all)",
-    )
-    families.add_argument(
-        "--clip", action="append", choices=CLIPS, help="may be repeated (default: both)"
-    )
+    _add_masks(families)
     families.add_argument(
         "--peers",
         nargs="*",
         choices=[peer.name for peer in PEERS],
         help="dense cuDNN, dense FlashAttention-2, FlexAttention; with no name, none (default: "
         "all, where torch is installed)",
-    )
-    families.add_argument(
-        "--masks",
-        choices=MASKS,
-        default="spade",
-        help="random ones keep as many blocks in each row (default: spade)",
-    )
-    families.add_argument(
-        "--mask-cache",
-        type=Path,
-        metavar="FILE.npz",
-        help="take masks from this file, and add those that it lacks",
     )
     families.add_argument(
         "--regime",
@@ -101,6 +71,67 @@ def _add_families(kinds: Commands) -> None:
     )
     add_json(families)
     families.set_defaults(run=_families)
+
+
+def _add_masks(parser: argparse.ArgumentParser) -> None:
+    """What the measurements on families of masks have in common."""
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--tokens",
+        type=int,
+        default=57600,
+        help="of a known model's grid; any number, if masks are random (default: 57600)",
+    )
+    size.add_argument(
+        "--grid", type=int, nargs=3, metavar=("T", "H", "W"), help="frames, rows, columns of tokens"
+    )
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--family",
+        action="append",
+        choices=[family.name for family in FAMILIES],
+        metavar="NAME",
+        help=f"of {', '.join(family.name for family in FAMILIES)}; may be repeated (default: all)",
+    )
+    parser.add_argument(
+        "--clip", action="append", choices=CLIPS, help="may be repeated (default: both)"
+    )
+    parser.add_argument(
+        "--masks",
+        choices=MASKS,
+        default="spade",
+        help="random ones keep as many blocks in each row (default: spade)",
+    )
+    parser.add_argument(
+        "--mask-cache",
+        type=Path,
+        metavar="FILE.npz",
+        help="take masks from this file, and add those that it lacks",
+    )
+
+
+def _add_request(kinds: Commands) -> None:
+    request = kinds.add_parser(
+        "request",
+        help="whole requests, from a mask in GPU memory to the output, on the same families",
+        description="A request takes a new mask of bools in GPU memory; what it takes beyond its "
+        "attention alone is its preparation. FlexAttention's request makes its lists of the same "
+        "mask. Each output is checked against float64 on sampled rows; a wrong one ends the "
+        "command with status 1.",
+    )
+    _add_masks(request)
+    request.add_argument(
+        "--no-flex", action="store_true", help="leave FlexAttention out (default: where torch is)"
+    )
+    request.add_argument(
+        "--regime",
+        default="auto",
+        metavar="PLAN",
+        help="name this plan where it can serve the blocks (default: the table's choice)",
+    )
+    add_json(request)
+    request.set_defaults(run=_request)
 
 
 def _attention(args: argparse.Namespace, output: Output) -> int:
@@ -163,9 +194,36 @@ def _families(args: argparse.Namespace, output: Output) -> int:
         regime=args.regime,
         console=output.console,
     )
+    return _show(report, families_table, output)
+
+
+def _request(args: argparse.Namespace, output: Output) -> int:
+    from tessera_cupy.bench.request_run import run_request
+    from tessera_cupy.bench.request_table import request_table
+
+    report = run_request(
+        tokens=args.tokens,
+        grid=tuple(args.grid) if args.grid else None,
+        heads=args.heads,
+        head_dim=args.head_dim,
+        families=args.family,
+        clips=args.clip,
+        flex=not args.no_flex,
+        masks=args.masks,
+        mask_cache=args.mask_cache,
+        regime=args.regime,
+        console=output.console,
+    )
+    return _show(report, request_table, output)
+
+
+def _show(
+    report: dict[str, Any], table: Callable[[dict[str, Any]], RenderableType], output: Output
+) -> int:
+    """Print a report on families with its date and command; the exit status."""
     report["date"] = _today()
     report["command"] = shlex.join(["tessera-cupy", *sys.argv[1:]])
-    output.show(report, families_table(report))
+    output.show(report, table(report))
     for case in report["cases"]:
         check = case["check"]
         if not check["passed"]:

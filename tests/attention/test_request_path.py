@@ -444,6 +444,50 @@ def test_an_output_in_the_inputs_is_refused_at_every_address(changing: Changing,
     made.case.check_kernel(out.get())
 
 
+# Profiles
+
+
+@pytest.mark.parametrize("regime", [RETAIN, "auto"])
+def test_a_profile_has_each_part_s_launches(changing: Changing, regime: str) -> None:
+    """An emulated launch, or memset, takes a millisecond."""
+    made = changing.request
+    plan = make_plan(made.mask, *made.arrays, regime=regime)
+    found = plan.profile(*made.arrays, runs=3)
+    assert found.on_gpu
+    assert (found.mask_state, found.tiles, found.tasks) == (2, 2, 1)
+    assert (found.attention, found.merge) == (1, 1)
+    assert (found.select > 0) == (found.select < 1000)
+    assert found.total == pytest.approx(7 + found.select)
+    assert found.preparation == pytest.approx(5 + found.select)
+    lines = str(found).splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        *("mask state", "tiles", "tasks", "select", "attention", "merge")
+    ]
+    made.check(regime)
+
+
+def test_a_profile_of_a_host_made_plan(changing: Changing) -> None:
+    made = changing.request
+    plan = make_plan(made.mask, *made.arrays, regime="attend_mma/q64k64/retain-pack/longest")
+    found = plan.profile(*made.arrays)
+    assert not found.on_gpu
+    assert (found.mask_state, found.attention, found.merge) == (0, 1, 0)
+    assert found.tiles > 0
+    assert found.tasks > 0
+
+
+def test_profiles_are_of_a_gpu_and_of_no_capture(changing: Changing) -> None:
+    made = changing.request
+    plan = make_plan(made.mask, *made.arrays, regime=RETAIN)
+    with pytest.raises(ValueError, match=r"`q`.*on a GPU"):
+        plan.profile(*made.case.arrays)
+    with Stream(32) as stream:
+        stream.begin_capture()
+        with pytest.raises(ValueError, match=r"`stream`.*CUDA graph"):
+            plan.profile(*made.arrays)
+        stream.end_capture()
+
+
 # Lists that are too small
 
 

@@ -1,4 +1,4 @@
-"""``bench families`` on a GPU: right outputs, and FlexAttention on the same masks."""
+"""``bench families`` and ``bench request`` on a GPU: right outputs, FlexAttention beside them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from tessera_cupy.bench import gpu
 from tessera_cupy.bench.families import FAMILIES
 from tessera_cupy.bench.families_run import run_families
+from tessera_cupy.bench.request_run import run_request
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +52,30 @@ def test_flex_computes_the_same_masks() -> None:
     for row in report["rows"]:
         assert row["peers"]["flex"].get("tflops"), row["peers"]["flex"]
         assert row["ratio"] > 0
+
+
+def test_requests_of_every_family_are_right_and_timed() -> None:
+    report = run_request(
+        tokens=1024,
+        grid=None,
+        heads=2,
+        head_dim=64,
+        families=None,
+        clips=None,
+        flex=True,
+        masks="random",
+        mask_cache=None,
+        regime="auto",
+        console=Console(file=io.StringIO()),
+    )
+    assert report["passed"], [case["check"] for case in report["cases"]]
+    for row in report["rows"]:
+        assert row["ms"]["named"] > 0
+        assert row["ms"]["auto"] > 0
+    if gpu.has_torch():
+        q64 = next(row for row in report["rows"] if row["family"] == "Q64K64")
+        assert q64["flex_reason"] is None
+        assert q64["ms"]["flex"] > q64["ms"]["flex_kernel"] > 0
 
 
 def test_the_timer_agrees_with_a_kernel_of_known_length() -> None:

@@ -61,6 +61,12 @@ class DeviceArray:
         self._gpu.do(lambda: np.copyto(made._view, self._view))
         return made
 
+    def view(self, dtype: Any) -> DeviceArray:
+        return DeviceArray(self._lease, self._view.view(dtype), self._gpu)
+
+    def fill(self, value: Any) -> None:
+        self._view[...] = value
+
     def set(self, values: Any) -> None:
         """New contents, on the spot."""
         self._view[...] = values
@@ -129,9 +135,11 @@ class Event:
         self.stream: Stream | None = None
         self._waited = False
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or Stream.current
         assert not stream.is_capturing()
         self.stream = stream
+        self.launched = EmulatedGpu.work
 
     def synchronize(self) -> None:
         assert not Stream.current.is_capturing()
@@ -167,10 +175,12 @@ class EmulatedGpu(Emulator):
 
     Attributes:
         waits: how often the host waited for the GPU.
+        work: launches and the like so far, which are the time between events.
         copied: bytes that came to the host.
     """
 
     waits = 0
+    work = 0
     copied: int = 0
     _bad: list[str] = field(default_factory=list)
 
@@ -191,6 +201,7 @@ class EmulatedGpu(Emulator):
 
     def do(self, work: Callable[[], Any]) -> None:
         """Now, or by each replay."""
+        EmulatedGpu.work += 1
         recorded = Stream.current.recorded
         if recorded is None:
             work()
@@ -287,15 +298,25 @@ class EmulatedGpu(Emulator):
             Event=Event,
             Device=Device,
             alloc_pinned_memory=pinned,
+            get_elapsed_time=lambda begin, end: end.launched - begin.launched,
             runtime=SimpleNamespace(
                 getDevice=lambda: ORDINAL,
+                driverGetVersion=lambda: 0,
                 getDeviceCount=lambda: 1,
                 getDeviceProperties=lambda device: properties,
                 memcpyAsync=self._copy,
                 CUDARuntimeError=EmulationError,
             ),
         )
-        cupy = SimpleNamespace(asarray=asarray, asnumpy=self._host, empty=self.empty, cuda=cuda)
+        cupy = SimpleNamespace(
+            asarray=asarray,
+            asnumpy=self._host,
+            empty=self.empty,
+            empty_like=lambda x: self.empty(x.shape, x.dtype),
+            uint16=np.uint16,
+            cuda=cuda,
+            __version__="none",
+        )
         functions: dict[str, Any] = {}
 
         def load(config: KernelConfig, device: int) -> Any:
