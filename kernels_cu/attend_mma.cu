@@ -521,8 +521,8 @@ struct Attend {
     const Task task = p.tasks[blockIdx.x];
     const int steps = task.end - task.begin;
     const int rows = task.rows;
-    const int first_step = task.reverse ? task.end - 1 : task.begin;
-    const int direction = task.reverse ? -1 : 1;
+    const int first_step = task.flags & kReverse ? task.end - 1 : task.begin;
+    const int direction = task.flags & kReverse ? -1 : 1;
 
     const int i = thread / C::kTileKV;
     const int column = thread % C::kTileKV;

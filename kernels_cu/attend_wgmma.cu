@@ -3,13 +3,22 @@
 //   O[r] = sum_c P[r, c] V[c] / sum_c P[r, c],   P[r, c] = exp(scale * Q[r] . K[c])
 //   over the key rows c that the tile's fragments list for row r; LSE[r] = ln sum_c P[r, c].
 //
-// A CTA takes tasks in turn: 128 query rows, neighbours or units of 16 from anywhere, and KV steps
-// of 192 columns filled from fragments of 8 to 64 rows that lie anywhere.
+// A CTA takes tasks in turn: query rows, neighbours or units of 16 from anywhere, and KV steps
+// filled from fragments of 8 to 64 rows that lie anywhere.
 //
-// Roles: in warpgroup 0, warp 0 copies K, warp 1 V and warp 2 Q; warpgroups 1 and 2 multiply 64
-// query rows each. A warpgroup that has no row in a step skips it. In the others the product of a
-// step's K runs, then under its softmax the product of the step before with V. Registers hold O,
-// one S and one P.
+// Roles: in warpgroup 0, warp 0 copies K, warp 1 V and warp 2 Q; each of the others multiplies 64
+// query rows. A warpgroup that has no row in a step takes no notice of it: each set of warpgroups
+// has barriers of its own. In the others the product of a step's K is issued, then that of the step
+// before with V, which runs under the softmax; the warpgroups take turns at it. Where a task ends,
+// its last product with V runs beside the next task's first with K. Registers hold O, one S, one P.
+//
+// Softmax: P is 2^(score - bound), where the bound of a row is the largest score of the first step
+// that it has a part in. No maximum is looked for after that: P may exceed 1, and the sum of a
+// step's P tells where it is so large that the bound has to move. Where P is not even a number, the
+// CTA takes all its tasks a second time, and looks for the largest score of each step.
+//
+// Twins: the two CTAs of a cluster hold tasks with equal lists. Each copies half of every step's
+// fragments, into the shared memory of both.
 //
 // Shared memory: Q [warpgroup][64-column slab][64 rows][128 B]; two stages each of K and V
 // [8-row group][slab][8 rows][128 B], so a fragment of any multiple of 8 rows is one run of bytes
@@ -22,14 +31,18 @@
 
 namespace tessera {
 
-template <typename T_, int kHeadDim_, int kTileQ_, int kTileKV_>
+template <typename T_, int kHeadDim_, int kTileQ_, int kTileKV_, bool kTwins_, bool kBits_>
 struct WgmmaConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kTileQ = kTileQ_;
   static constexpr int kTileKV = kTileKV_;
+  static constexpr bool kTwins = kTwins_;
+  static constexpr bool kBits = kBits_;  // fragments may have token bits
   static constexpr int kStages = 2;
-  static constexpr int kWarpgroups = kTileQ / 64;
+  static constexpr int kWarpgroups = kTileQ / 64;  // that multiply
+  static constexpr u32 kAll = (1u << kWarpgroups) - 1u;
+  static constexpr int kSets = kAll;  // sets of warpgroups
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   static constexpr int kSlabs = kHeadDim / 64;
   static constexpr int kQBytes = 64 * kHeadDim * 2;  // of one warpgroup
@@ -38,11 +51,11 @@ struct WgmmaConfig {
   static constexpr int kOut = kHeadDim / 2;    // O registers of a thread
   static constexpr int kScores = kTileKV / 2;  // S registers of a thread
   static constexpr int kGroups = kTileKV / 8;
-  // P stays below 1, and its largest element at or above 2^-kLag at the last change of the bound:
-  // further down, float16 would lose bits of the small ones.
-  static constexpr float kLag = is_same<T, half_t> ? 4.0f : 8.0f;
+  // Sums of a row's P in one step and one thread stay below: 16-bit floats hold such a P, and
+  // rounding is as good as near 1.
+  static constexpr float kHigh = 4096.0f;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "one or two slabs of 64 columns");
-  static_assert(kTileKV % 16 == 0 && kGroups <= 32, "a lane holds the word of one column group");
+  static_assert(kTileKV == 128 || kTileKV == 192, "the shapes of wgmma_qk");
   static_assert(kTileQ == 128 || kTileQ == 192, "two or three warpgroups of 64 rows");
   // Registers of a thread: the producer's and a consumer's.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
@@ -56,10 +69,86 @@ struct WgmmaStorage {
   alignas(1024) u8 v[C::kStages * C::kTileBytes];
   alignas(8) u64 q_full[C::kWarpgroups];
   u64 q_empty[C::kWarpgroups];
-  u64 k_full[C::kStages];
-  u64 k_empty[C::kStages];
-  u64 v_full[C::kStages];
-  u64 v_empty[C::kStages];
+  // A step's barrier is that of its stage and of the set of warpgroups that have a part in it, so
+  // that each of these waits for all its phases.
+  u64 k_full[C::kSets][C::kStages];
+  u64 v_full[C::kSets][C::kStages];
+  u64 k_empty[C::kWarpgroups][C::kStages];
+  u64 v_empty[C::kWarpgroups][C::kStages];
+  u64 k_ready[C::kStages];  // the stage is free in the other CTA, too
+  u64 v_ready[C::kStages];
+  u32 again;  // some P was no number
+};
+
+// Bit w: whether warpgroup w has a part in the step of which each lane holds a fragment's word.
+template <typename C>
+__device__ __forceinline__ u32 parts_of_step(bool exists, u32 info, u32 existing) {
+  u32 parts = 0;
+#pragma unroll
+  for (int w = 0; w < C::kWarpgroups; ++w) {
+    const u32 members = info & existing & 0xffu << (w * 8);
+    parts |= __any_sync(~0u, exists && members != 0u) ? 1u << w : 0u;
+  }
+  return parts;
+}
+
+// Membership bits of the rows of a task's tile that exist.
+template <typename C>
+__device__ __forceinline__ u32 existing_groups(int rows) {
+  return rows == C::kTileQ ? ~0u : (1u << ((rows + 7) / 8)) - 1u;
+}
+
+// The tasks of this CTA, once or twice. All warps of it but the idle one go through them alike.
+template <typename C>
+struct TaskWalk {
+  const WgmmaParams& p;
+  WgmmaStorage<C>& smem;
+  const int count;
+  int index;    // of the task, -1 after the last
+  bool second;  // the tasks are taken again
+
+  __device__ __forceinline__ TaskWalk(const WgmmaParams& params, WgmmaStorage<C>& storage)
+      : p(params),
+        smem(storage),
+        count(params.counts == nullptr ? params.task_count
+                                       : static_cast<int>(params.counts[kTasks])),
+        index(blockIdx.x),
+        second(false) {
+    if (index >= count) index = -1;
+  }
+
+  __device__ __forceinline__ const Task& task() const { return p.tasks[index]; }
+  __device__ __forceinline__ bool more() const {
+    return index + static_cast<int>(gridDim.x) < count;
+  }
+  __device__ __forceinline__ void next() {
+    if (more()) {
+      index += gridDim.x;
+      return;
+    }
+    index = -1;
+    if (second) return;
+    named_barrier_sync(8, C::kThreads - 32);
+    second = __any_sync(~0u, *static_cast<volatile u32*>(&smem.again) != 0u);
+    if (second) index = blockIdx.x;
+  }
+
+  // Whether the other CTA of the cluster has the same list at this time. It need not take its tasks
+  // again when this one does.
+  __device__ __forceinline__ bool twin() const {
+    return C::kTwins && (task().flags & kTwin) != 0 && !second;
+  }
+};
+
+// The step's number from the start on, of which the stages follow. Those of twins begin alike.
+struct StepCount {
+  u32 value = 0;
+  bool agreed = false;  // with the other CTA's
+
+  __device__ __forceinline__ void begin(bool twin) {
+    if (twin && !agreed) value += value & 1u;
+    agreed = twin;
+  }
 };
 
 // The warp that copies Q: 16 rows a box, as the rows of a tile may lie apart.
@@ -67,17 +156,17 @@ template <typename C>
 __device__ __forceinline__ void copy_q(const WgmmaParams& p, WgmmaStorage<C>& smem) {
   const int lane = threadIdx.x & 31;
   u32 phase = 1;
-  for (int t = blockIdx.x; t < p.task_count; t += gridDim.x) {
-    const Task& task = p.tasks[t];
+  for (TaskWalk<C> walk(p, smem); walk.index >= 0; walk.next()) {
+    const Task& task = walk.task();
     for (int w = 0; w < C::kWarpgroups; ++w) {
+      const int unit = w * 4 + lane % 4;
+      const int row =
+          task.units < 0 ? task.first_row + unit * 16 : __ldg(p.units + task.units + unit);
       mbarrier_wait(smem_address(&smem.q_empty[w]), phase);
       const u32 barrier = smem_address(&smem.q_full[w]);
       if (lane == 0) mbarrier_arrive_expect(barrier, C::kQBytes);
       __syncwarp();
       if (lane < 4 * C::kSlabs) {
-        const int unit = w * 4 + lane % 4;
-        const int row =
-            task.units < 0 ? task.first_row + unit * 16 : __ldg(p.units + task.units + unit);
         // Rows that do not exist are zeros from beyond the last one.
         tma_load_4d(smem_address(smem.q) + w * C::kQBytes + lane / 4 * 8192 + lane % 4 * 2048, &p.q,
                     barrier, lane / 4 * 64, row < 0 ? p.sq : row, task.head % p.q_heads,
@@ -86,27 +175,38 @@ __device__ __forceinline__ void copy_q(const WgmmaParams& p, WgmmaStorage<C>& sm
       __syncwarp();
     }
     phase ^= 1;
+    // The other warpgroups read these words when they begin with the task: let them be near then.
+    const int per_step = C::kTileKV >> p.slot_log2;
+    const int index = (task.flags & kReverse ? task.end - 1 : task.begin) * per_step + lane;
+    if (lane < per_step && index < task.frag_count)
+      keep(__ldg(&p.frags[task.frag_begin + index].info));
   }
 }
 
 // The warp that copies K, or V: a lane a fragment, through the map of whole fragments where it can.
 template <typename C>
-__device__ __forceinline__ void copy_kv(const WgmmaParams& p, u8* tiles, u64* full, u64* empty,
-                                        const TensorMap* rows, const TensorMap* whole) {
+__device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& smem, u8* tiles,
+                                        u64 (*full)[C::kStages], u64 (*empty)[C::kStages],
+                                        u64* ready, const TensorMap* rows, const TensorMap* whole) {
   const int lane = threadIdx.x & 31;
   const int slot = 1 << p.slot_log2;
   const int fragments = C::kTileKV >> p.slot_log2;
   const u32 fragment_bytes = slot * C::kHeadDim * 2;
-  u32 n = 0;
+  StepCount n;
+  u32 held = 0;    // bit (stage, warpgroup): the warpgroup has a part in the stage's last step
+  u32 phases = 0;  // of its release; above them, of the other CTA's stages
 
-  for (int t = blockIdx.x; t < p.task_count; t += gridDim.x) {
-    const Task task = p.tasks[t];
+  for (TaskWalk<C> walk(p, smem); walk.index >= 0; walk.next()) {
+    const Task task = walk.task();
     const int batch = task.head / p.q_heads;
     const int head = task.head % p.q_heads / p.q_per_kv;
     const int steps = task.end - task.begin;
+    const u32 existing = existing_groups<C>(task.rows);
+    const bool twin = walk.twin();
+    n.begin(twin);
 
     auto fetch = [&](int i) {
-      const int step = task.reverse ? task.end - 1 - i : task.begin + i;
+      const int step = task.flags & kReverse ? task.end - 1 - i : task.begin + i;
       const int index = step * fragments + lane;
       Fragment f{0, 0u};
       if (i < steps && lane < fragments && index < task.frag_count) {
@@ -118,28 +218,56 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, u8* tiles, u64* fu
     };
 
     Fragment f = fetch(0);
-    for (int i = 0; i < steps; ++i, ++n) {
-      const u32 stage = n % C::kStages;
-      mbarrier_wait(smem_address(&empty[stage]), (n / C::kStages & 1) ^ 1);
+    for (int i = 0; i < steps; ++i, ++n.value) {
+      const u32 stage = n.value % C::kStages;
       const int length = f.info >> 24;
       const bool loaded = length > 0 && (f.info & 0xffffffu) != 0;
+      const u32 parts = parts_of_step<C>(loaded, f.info, existing);
       const u32 bytes = __popc(__ballot_sync(~0u, loaded)) * fragment_bytes;
-      const u32 barrier = smem_address(&full[stage]);
-      if (lane == 0) mbarrier_arrive_expect(barrier, bytes);
-      __syncwarp();
-      if (loaded) {
-        const u32 target = smem_address(tiles) + stage * C::kTileBytes + lane * fragment_bytes;
-        if (length == slot && (f.start & 7) == 0 && f.start + slot <= p.whole_rows) {
-          tma_load_5d(target, whole, barrier, f.start >> 3,
-                      batch * (p.q_heads / p.q_per_kv) + head);
-        } else {
-          for (int g = 0; g < slot / 8; ++g)
-            for (int slab = 0; slab < C::kSlabs; ++slab)
-              tma_load_4d(target + (g * C::kSlabs + slab) * 1024, rows, barrier, slab * 64,
-                          f.start + g * 8, head, batch);
+      if (parts != 0u) {
+#pragma unroll
+        for (int w = 0; w < C::kWarpgroups; ++w) {
+          const u32 of = stage * C::kWarpgroups + w;
+          if (held >> of & 1u) {
+            mbarrier_wait(smem_address(&empty[w][stage]), phases >> of & 1u);
+            phases ^= 1u << of;
+          }
         }
+        held = (held & ~(C::kAll << (stage * C::kWarpgroups))) | parts << (stage * C::kWarpgroups);
+        const u32 barrier = smem_address(&full[parts - 1][stage]);
+        if (lane == 0) mbarrier_arrive_expect(barrier, bytes);
+        __syncwarp();
+        const u32 target = smem_address(tiles) + stage * C::kTileBytes + lane * fragment_bytes;
+        const bool is_whole =
+            length == slot && (f.start & 7) == 0 && f.start + slot <= p.whole_rows;
+        const int kv_head = batch * (p.q_heads / p.q_per_kv) + head;
+        if (C::kTwins && twin) {
+          const u32 other = smem_address(&ready[stage]);
+          if (lane == 0) mbarrier_arrive_remote(other, cluster_rank() ^ 1u);
+          mbarrier_wait_cluster(other, phases >> (16 + stage) & 1u);
+          phases ^= 0x10000u << stage;
+          if (loaded && ((lane + i) & 1u) == cluster_rank()) {
+            if (is_whole) {
+              tma_multicast_5d(target, whole, barrier, 3, f.start >> 3, kv_head);
+            } else {
+              for (int g = 0; g < slot / 8; ++g)
+                for (int slab = 0; slab < C::kSlabs; ++slab)
+                  tma_multicast_4d(target + (g * C::kSlabs + slab) * 1024, rows, barrier, 3,
+                                   slab * 64, f.start + g * 8, head, batch);
+            }
+          }
+        } else if (loaded) {
+          if (is_whole) {
+            tma_load_5d(target, whole, barrier, f.start >> 3, kv_head);
+          } else {
+            for (int g = 0; g < slot / 8; ++g)
+              for (int slab = 0; slab < C::kSlabs; ++slab)
+                tma_load_4d(target + (g * C::kSlabs + slab) * 1024, rows, barrier, slab * 64,
+                            f.start + g * 8, head, batch);
+          }
+        }
+        __syncwarp();
       }
-      __syncwarp();
       f = fetch(i + 1);
     }
   }
@@ -151,83 +279,146 @@ struct WgmmaConsumer {
 
   const WgmmaParams& p;
   WgmmaStorage<C>& smem;
-  const int warpgroup;  // uniform, 0 or 1
+  const int warpgroup;  // uniform, from 0
   const int warp;       // uniform, of the warpgroup
   const int lane;
 
   float o[C::kOut];
   float s[C::kScores];
   u32 pr[C::kScores / 2];
-  float bound[2];  // of the row's scores so far, log2 units, a whole number; 0 before the first
+  float bound[2];  // of the row's scores, log2 units, a whole number; 0 before the first
   float sum[2];
+  bool fresh;  // O is another task's yet
   u32 q_low;
   u32 k_low;
   u32 v_low;
+  u32 k_empty;  // addresses of this warpgroup's barriers
+  u32 v_empty;
+  u32 k_phases;  // bit of each barrier: the phase to wait for
+  u32 v_phases;
   u32 all_existing;  // membership bits of the tile's rows that exist
-  u32 existing;      // those of the warpgroup
-  u32 info;          // Fragment::info of this lane's 8-column group in the step to come
-  int next_index;    // of the fragment in the task's list
-
-  __device__ __forceinline__ void release(u64* barrier) const {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem_address(barrier));
-  }
+  u32 existing;      // those of the warpgroup, in their places
 
   // Lanes hold one 8-column group of a step each; those past the last group repeat the first ones.
+  int column;             // of the group in its fragment
+  const Fragment* frags;  // of the task's tile
+  const i32* frag_bits;   // where there are token bits
+  u32 frag_count;
+  u32 next_index;  // of the group's fragment in the step after the one that is fetched
+  u32 index_step;  // from one step to the next
+  u32 info;        // Fragment::info in the step to come
+  i32 bits;        // and its index into the token bits, or -1
+
+  __device__ __forceinline__ WgmmaConsumer(const WgmmaParams& params, WgmmaStorage<C>& storage,
+                                           int of_warpgroup, int of_warp)
+      : p(params),
+        smem(storage),
+        warpgroup(of_warpgroup),
+        warp(of_warp),
+        lane(pinned(static_cast<int>(threadIdx.x) & 31)) {
+    q_low = descriptor_low(smem_address(smem.q) + warpgroup * C::kQBytes, 16);
+    k_low = descriptor_low(smem_address(smem.k), 16);
+    v_low = descriptor_low(smem_address(smem.v), 1024);
+    k_empty = smem_address(smem.k_empty[warpgroup]);
+    v_empty = smem_address(smem.v_empty[warpgroup]);
+    k_phases = v_phases = 0;
+    column = pinned(group() * 8 & ((1 << p.slot_log2) - 1));
+#pragma unroll
+    for (int i = 0; i < C::kOut; ++i) o[i] = 0.0f;  // some number
+    clear();
+  }
+
+  __device__ __forceinline__ void clear() {
+    bound[0] = bound[1] = 0.0f;
+    sum[0] = sum[1] = 0.0f;
+    fresh = true;
+  }
+
   __device__ __forceinline__ int group() const {
     return lane < C::kGroups ? lane : lane - C::kGroups;
   }
-  __device__ __forceinline__ int column_in_fragment() const {
-    return group() * 8 & ((1 << p.slot_log2) - 1);
+  __device__ __forceinline__ int columns(u32 of_step) const {
+    return static_cast<int>(of_step >> 24) - column;
+  }
+  // Membership bits of the warp's rows, and those that exist.
+  __device__ __forceinline__ u32 rows() const {
+    return existing >> (warpgroup * 8 + warp * 2) & 3u;
+  }
+  __device__ __forceinline__ u32 own(u32 of_step) const {
+    return of_step >> (warpgroup * 8 + warp * 2) & rows();
   }
 
-  // Moves `info` on to the next step of the task.
-  __device__ __forceinline__ void fetch(const Task& task) {
-    info = static_cast<u32>(next_index) < static_cast<u32>(task.frag_count)
-               ? __ldg(&p.frags[task.frag_begin + next_index].info)
-               : 0u;
-    const int fragments = C::kTileKV >> p.slot_log2;
-    next_index += task.reverse ? -fragments : fragments;
-  }
-  __device__ __forceinline__ int first_index(const Task& task) const {
-    const int step = task.reverse ? task.end - 1 : task.begin;
-    return step * (C::kTileKV >> p.slot_log2) + (group() * 8 >> p.slot_log2);
-  }
-  __device__ __forceinline__ void fetch_first(const Task& task) {
-    next_index = first_index(task);
-    fetch(task);
+  __device__ __forceinline__ void begin(const Task& task) {
+    all_existing = existing_groups<C>(task.rows);
+    existing = all_existing & 0xffu << (warpgroup * 8);
+    frags = p.frags + task.frag_begin;
+    if (C::kBits) frag_bits = p.frag_bits + task.frag_begin;
+    frag_count = task.frag_count;
+    index_step = C::kTileKV >> p.slot_log2;
+    const int step = task.flags & kReverse ? task.end - 1 : task.begin;
+    next_index = step * index_step + (group() * 8 >> p.slot_log2);
+    if (task.flags & kReverse) index_step = -index_step;
+    fetch();
   }
 
-  // The warpgroup's part in the step of this info: 0 none, 1 some pairs, 2 all. Uniform over the
-  // warpgroup, as wgmma is.
-  __device__ __forceinline__ int part(u32 of_step) const {
-    const u32 members = (of_step >> (warpgroup * 8)) & existing;
-    const int columns = static_cast<int>(of_step >> 24) - column_in_fragment();
-    const bool any = __any_sync(~0u, columns > 0 && members != 0u);
-    const bool all = __all_sync(~0u, columns >= 8 && members == existing);
-    return !any ? 0 : all ? 2 : 1;
+  // Moves on to the words of the next step.
+  __device__ __forceinline__ void fetch() {
+    const bool exists = next_index < frag_count;
+    info = exists ? __ldg(&frags[next_index].info) : 0u;
+    bits = C::kBits && exists ? __ldg(&frag_bits[next_index]) : -1;
+    next_index += index_step;
   }
 
-  // Whether every warpgroup has a part in the step: they all see the same words.
-  __device__ __forceinline__ bool common(u32 of_step) const {
-    const bool exists = static_cast<int>(of_step >> 24) > column_in_fragment();
-    bool all = true;
-#pragma unroll
-    for (int w = 0; w < C::kWarpgroups; ++w)
-      all &=
-          __any_sync(~0u, exists && (of_step >> (w * 8) & all_existing >> (w * 8) & 0xffu) != 0u);
-    return all;
+  // The warpgroups that have a part in the step that was fetched.
+  __device__ __forceinline__ u32 parts() const {
+    return parts_of_step<C>(columns(info) > 0, info, all_existing);
+  }
+  // Whether all pairs of the warpgroup's rows and that step's columns are on.
+  __device__ __forceinline__ bool complete() const {
+    return __all_sync(~0u, columns(info) >= 8 && (~info & existing) == 0u && bits < 0);
   }
 
-  // In common steps the warpgroups take turns at the exponentials, whose unit they share, so that
-  // each has products under way while another is at its softmax.
+  __device__ __forceinline__ void release(u32 barrier) const {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void release_q() const {
+    release(smem_address(&smem.q_empty[warpgroup]));
+  }
+
+  // The number of a step's barrier, of its set of warpgroups and its stage.
+  static __device__ __forceinline__ u32 barrier_of(u32 parts, u32 n) {
+    return (parts - 1) * C::kStages + n % C::kStages;
+  }
+  // Its stage, in such a way that ptxas keeps it in a uniform register.
+  static __device__ __forceinline__ u32 stage_of(u32 barrier) {
+    static_assert(C::kStages == 2, "one bit");
+    return __any_sync(~0u, (barrier & 1u) != 0u) ? 1u : 0u;
+  }
+  __device__ __forceinline__ void wait_k(u32 barrier) {
+    mbarrier_wait(smem_address(&smem.k_full[0][0]) + 8 * barrier, k_phases >> barrier & 1u);
+    k_phases ^= 1u << barrier;
+  }
+  __device__ __forceinline__ void wait_v(u32 barrier) {
+    mbarrier_wait(smem_address(&smem.v_full[0][0]) + 8 * barrier, v_phases >> barrier & 1u);
+    v_phases ^= 1u << barrier;
+  }
+  __device__ __forceinline__ void release_k(u32 barrier) const {
+    release(k_empty + barrier % C::kStages * 8);
+  }
+  __device__ __forceinline__ void release_v(u32 barrier) const {
+    release(v_empty + barrier % C::kStages * 8);
+  }
+
+  // In steps of all warpgroups they take turns at issuing products: those of one run under the
+  // softmax of the others.
   __device__ __forceinline__ void take_turn() const { named_barrier_sync(4 + warpgroup, 256); }
   __device__ __forceinline__ void give_turn() const {
     named_barrier_arrive(4 + (warpgroup + 1) % C::kWarpgroups, 256);
   }
 
-  // S over what mask() left there or over zeros.
-  __device__ __forceinline__ void start_qk(u32 stage, bool masked) {
+  // S = Q K^T.
+  __device__ __forceinline__ void start_qk(u32 stage) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kHeadDim / 16; ++k) {
@@ -235,7 +426,7 @@ struct WgmmaConsumer {
       const u64 b = descriptor(k_low + stage * (C::kTileBytes / 16) + (k / 4) * 64 + (k % 4) * 2,
                                C::kGroupBytes);
       if (k == 0) {
-        wgmma_qk(T{}, s, a, b, masked);
+        wgmma_qk(T{}, s, a, b);
       } else {
         wgmma_qk_add(T{}, s, a, b);
       }
@@ -243,165 +434,237 @@ struct WgmmaConsumer {
     wgmma_commit();
   }
 
-  // O += P V.
+  // O += P V, or O = P V where it is the task's first product. That is no assignment of zeros
+  // beforehand, as ptxas would serialise the products of the task before with it (C7515).
   __device__ __forceinline__ void start_pv(u32 stage) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kTileKV / 16; ++k) {
       const u64 b = descriptor(v_low + stage * (C::kTileBytes / 16) + k * (2 * C::kGroupBytes / 16),
                                C::kGroupBytes);
-      wgmma_pv(T{}, o, pr + 4 * k, b);
+      if (k == 0) {
+        wgmma_pv(T{}, o, pr, b, !fresh);
+      } else {
+        wgmma_pv_add(T{}, o, pr + 4 * k, b);
+      }
     }
     wgmma_commit();
+    fresh = false;
   }
-
-  // Scores that are off start from -inf, the others from 0. Where every group is on or off for all
-  // 16 rows of the warp, one bit a group decides.
-  __device__ __forceinline__ void mask(u32 of_step) {
-    const u32 rows = (existing >> (warp * 2)) & 3u;
-    const u32 own = (of_step >> (warpgroup * 8 + warp * 2)) & rows;
-    const int columns = static_cast<int>(of_step >> 24) - column_in_fragment();
-    const bool on = own != 0u && columns > 0;
-    if (__all_sync(~0u, !on || (own == rows && columns >= 8))) {
-      const u32 groups = __ballot_sync(~0u, on);
-#pragma unroll
-      for (int g = 0; g < C::kGroups; ++g) {
-        const float start = (groups >> g) & 1u ? 0.0f : negative_infinity();
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[4 * g + e] = start;
-      }
-      return;
-    }
-    const u32 words = (static_cast<u32>(columns > 0 ? columns : 0) << 2) | own;
-    const int column = (lane & 3) * 2;
-#pragma unroll
-    for (int g = 0; g < C::kGroups; ++g) {
-      const u32 word = __shfl_sync(~0u, words, g);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool on_pair = ((word >> (e >> 1)) & 1u) && column + (e & 1) < (word >> 2);
-        s[4 * g + e] = on_pair ? 0.0f : negative_infinity();
-      }
-    }
-  }
-
-  static __device__ __forceinline__ u32 stage_of(u32 n) { return n % C::kStages; }
-  static __device__ __forceinline__ u32 phase_of(u32 n) { return (n / C::kStages) & 1; }
 
   __device__ __forceinline__ void run() {
-    q_low = descriptor_low(smem_address(smem.q) + warpgroup * C::kQBytes, 16);
-    k_low = descriptor_low(smem_address(smem.k), 16);
-    v_low = descriptor_low(smem_address(smem.v), 1024);
-    if (warpgroup == C::kWarpgroups - 1) give_turn();
-    u32 first = 0;  // number of the task's first step
+    StepCount n;
     u32 q_phase = 0;
-    for (int t = blockIdx.x; t < p.task_count; t += gridDim.x) {
-      const Task task = p.tasks[t];
-      all_existing = task.rows == C::kTileQ ? ~0u : (1u << ((task.rows + 7) / 8)) - 1u;
-      existing = (all_existing >> (warpgroup * 8)) & 0xffu;
-      bound[0] = bound[1] = 0.0f;
-      sum[0] = sum[1] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < C::kOut; ++i) o[i] = 0.0f;
-      fetch_first(task);
-      const int next = t + gridDim.x;
-      if (next < p.task_count) prefetch(p.tasks + next);
+    bool pending = false;  // P waits for its product
+    u32 of_pending = 0;    // the barrier of its step
+    bool skipped = false;  // the step before was one of other warpgroups
+    int carried = -1;      // the task of P, where it is the one before
+    if (warpgroup == C::kWarpgroups - 1) give_turn();
+
+    TaskWalk<C> walk(p, smem);
+    if (walk.index >= 0) begin(walk.task());
+    while (walk.index >= 0) {
+      const Task& task = walk.task();
+      const u32 steps = task.end - task.begin;
+      n.begin(walk.twin());
       mbarrier_wait(smem_address(&smem.q_full[warpgroup]), q_phase);
       q_phase ^= 1;
       if (p.negate) negate_q();
 
-      const u32 steps = task.end - task.begin;
-      bool pending = false;  // P of the step before waits for its product
-      for (u32 i = 0; i < steps; ++i) {
-        const u32 n = first + i;
-        const u32 stage = stage_of(n);
-        const u32 phase = phase_of(n);
+      u32 left = steps;
+      if (carried >= 0) {
         const u32 of_step = info;
-        const int how = part(of_step);
-        mbarrier_wait(smem_address(&smem.k_full[stage]), phase);
-        if (how == 0) {
-          fetch(task);
-          // A step of other warpgroups goes by. Nothing may wait meanwhile for its stages.
-          if (pending) finish_pv(n - 1);
-          pending = false;
-          release(&smem.k_empty[stage]);
-          mbarrier_wait(smem_address(&smem.v_full[stage]), phase);
-          release(&smem.v_empty[stage]);
+        const i32 of_bits = bits;
+        const u32 members = parts();
+        const bool whole = complete();
+        const u32 barrier = barrier_of(members, n.value);
+        const bool turns = members == C::kAll;
+        fetch();
+        wait_k(barrier);
+        if (turns) take_turn();
+        start_qk(n.value % C::kStages);
+        wait_v(of_pending);
+        start_pv(stage_of(of_pending));
+        if (turns) give_turn();
+        wgmma_wait<0>();
+        release_k(barrier);
+        release_v(of_pending);
+        if (left == 1) release_q();
+        finish(p.tasks[carried]);
+        carried = -1;
+        clear();
+        softmax<true>(of_step, of_bits, whole, walk.second, false, of_pending);
+        of_pending = barrier;
+        skipped = false;
+        --left;
+        ++n.value;
+      }
+      for (; left > 0; --left, ++n.value) {
+        const u32 of_step = info;
+        const i32 of_bits = bits;
+        const u32 members = parts();
+        const bool whole = complete();
+        fetch();
+        if ((members >> warpgroup & 1u) == 0u) {
+          // P may wait for one such step, but not while its stage of V is wanted for another.
+          if (pending && skipped) {
+            finish_pv(of_pending);
+            pending = false;
+          }
+          skipped = true;
+          if (left == 1) release_q();
           continue;
         }
-        if (how != 2) mask(of_step);
-        start_qk(stage, how != 2);
-        const bool turns = common(of_step);
-        fetch(task);
+        const u32 barrier = barrier_of(members, n.value);
+        const bool turns = members == C::kAll;
+        wait_k(barrier);
+        if (turns) take_turn();
+        start_qk(n.value % C::kStages);
         if (pending) {
-          mbarrier_wait(smem_address(&smem.v_full[stage_of(n - 1)]), phase_of(n - 1));
-          start_pv(stage_of(n - 1));
+          wait_v(of_pending);
+          start_pv(stage_of(of_pending));
+          if (turns) give_turn();
           wgmma_wait<1>();
         } else {
+          if (turns) give_turn();
           wgmma_wait<0>();
         }
-        release(&smem.k_empty[stage]);
-        if (turns) take_turn();
-        softmax(turns, pending, stage_of(n - 1));
+        release_k(barrier);
+        if (left == 1) release_q();
+        softmax<false>(of_step, of_bits, whole, walk.second, pending, of_pending);
         pending = true;
+        of_pending = barrier;
+        skipped = false;
       }
-      // The next task's Q and first fragments may come while this one's output is made.
-      release(&smem.q_empty[warpgroup]);
-      if (next < p.task_count) {
-        const Task& other = p.tasks[next];
-        prefetch(p.frags + other.frag_begin + first_index(other));
+      if (steps == 0) release_q();
+      const int done = walk.index;
+      if (walk.more()) {
+        const Task& next = p.tasks[done + gridDim.x];
+        begin(next);
+        if (pending && next.end > next.begin && (parts() >> warpgroup & 1u) != 0u) carried = done;
       }
-      const int warp_row = task.units < 0 ? task.first_row + warpgroup * 64 + warp * 16
-                                          : __ldg(p.units + task.units + warpgroup * 4 + warp);
-      if (pending) finish_pv(first + steps - 1);
-      first += steps;
-      finish(task, warp_row);
+      if (carried < 0) {
+        if (pending) finish_pv(of_pending);
+        pending = false;
+        finish(p.tasks[done]);
+        clear();
+      }
+      const bool last = !walk.more();
+      walk.next();
+      if (last && walk.index >= 0) begin(walk.task());
     }
     if (warpgroup == 0) take_turn();  // the one that nobody took
   }
 
-  __device__ __forceinline__ void finish_pv(u32 n) {
-    mbarrier_wait(smem_address(&smem.v_full[stage_of(n)]), phase_of(n));
-    start_pv(stage_of(n));
+  __device__ __forceinline__ void finish_pv(u32 barrier) {
+    wait_v(barrier);
+    start_pv(stage_of(barrier));
     wgmma_wait<0>();
-    release(&smem.v_empty[stage_of(n)]);
+    release_v(barrier);
+  }
+
+  // P of four scores from their rows' bounds, and the sums over it. What surrounds ex2, whose unit
+  // takes a warp's value every 8 cycles, costs no time.
+  __device__ __forceinline__ void exponentiate(int g, const float (&low)[2], float (&part)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& x = s[4 * g + e];
+      x = exp2_approx(fmaf(x, p.scale_log2, low[e >> 1]));
+      part[e] += x;
+    }
+  }
+
+  // Scores of pairs that are off become -inf: by membership, by columns that the fragment lacks,
+  // and by token bits, of which a byte holds 8 columns of a row. A loop, as it runs at the ends of
+  // lists and need not fill the instruction cache.
+  __device__ __forceinline__ void mask(u32 of_step, i32 of_bits) {
+    const int have = columns(of_step);
+    const u32 words = static_cast<u32>(have > 0 ? have : 0) << 2 | own(of_step);
+    const int first = (lane & 3) * 2;
+    const int slot = 1 << p.slot_log2;
+    const int row_bytes = slot > 32 ? slot / 8 : 4;
+    const i64 row = warpgroup * 64 + warp * 16 + (lane >> 2);
+#pragma unroll
+    for (int part = 0; part < C::kGroups / 8; ++part) {
+      u32 on = 0;  // four bits a group, the first one's the lowest
+#pragma unroll 1
+      for (int g = part * 8; g < part * 8 + 8; ++g) {
+        const u32 word = __shfl_sync(~0u, words, g);
+        // Of the thread's two rows, the columns of the group that are on.
+        const u32 exist = word >> 2 < 8 ? (1u << (word >> 2)) - 1u : 0xffu;
+        u32 upper = word & 1u ? exist : 0u;
+        u32 lower = word & 2u ? exist : 0u;
+        if (C::kBits) {
+          const i32 index = __shfl_sync(~0u, of_bits, g);
+          if (index >= 0) {
+            const u8* byte = reinterpret_cast<const u8*>(p.bits) +
+                             (index * static_cast<i64>(C::kTileQ) + row) * row_bytes +
+                             (g * 8 & (slot - 1)) / 8;
+            upper &= __ldg(byte);
+            lower &= __ldg(byte + 8 * row_bytes);
+          }
+        }
+        on = on >> 4 | (upper >> first & 3u) << 28 | (lower >> first & 3u) << 30;
+      }
+#pragma unroll
+      for (int i = 0; i < 32; ++i)
+        if (!(on >> i & 1u)) s[part * 32 + i] = negative_infinity();
+    }
   }
 
   // P of a step from its scores; on return nothing is under way and P may be multiplied.
-  __device__ __forceinline__ void softmax(bool turns, bool pending, u32 pending_stage) {
-    // The bound may lie above the row's largest score. Only a score that reaches it, whose
-    // difference has no minus sign, or the row's first one that is on, makes the warp look for the
-    // maximum: the AND of the differences tells.
-    u32 bits[2] = {~0u, ~0u};
-#pragma unroll
-    for (int i = 0; i < C::kScores; i += 2) {
-      const int r = i >> 1 & 1;
-      s[i] = fmaf(s[i], p.scale_log2, -bound[r]);
-      s[i + 1] = fmaf(s[i + 1], p.scale_log2, -bound[r]);
-      bits[r] = and_bits(bits[r], s[i], s[i + 1]);
-    }
-    constexpr u32 kOff = 0xff800000u;  // -inf
-    const bool grown = __any_sync(~0u, static_cast<int>(bits[0] & bits[1]) >= 0 ||
-                                           (sum[0] == 0.0f && bits[0] != kOff) ||
-                                           (sum[1] == 0.0f && bits[1] != kOff));
+  template <bool kFirst>  // of the task
+  __device__ __forceinline__ void softmax(u32 of_step, i32 of_bits, bool whole, bool careful,
+                                          bool pending, u32 of_pending) {
     float factor[2] = {1.0f, 1.0f};
-    if (grown) grow(factor);
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    // Some row has no bound yet, or none can be relied on.
+    const bool search = kFirst || __any_sync(~0u, careful || (sum[0] == 0.0f && (rows() & 1u)) ||
+                                                      (sum[1] == 0.0f && (rows() & 2u)));
+    const bool on = own(of_step) != 0u && columns(of_step) > 0;
+    // Where every group is on or off for all 16 rows of the warp, one bit a group decides, and in
+    // fragments of 16 columns and more one for two groups.
+    const bool by_group =
+        !kFirst && !whole &&
+        __all_sync(~0u, !search && p.slot_log2 > 3 && of_bits < 0 &&
+                            (!on || (own(of_step) == rows() && columns(of_step) >= 8)));
+    if (!whole) {
+      if (by_group) {
+        const u32 groups = __ballot_sync(~0u, on);
 #pragma unroll
-    for (int i = 0; i < C::kScores; ++i) {
-      s[i] = exp2_approx(s[i]);
-      part[i & 3] += s[i];
+        for (int g = 0; g < C::kGroups; ++g) {
+          const bool group_on = groups >> (g & ~1) & 1u;
+          const float low[2] = {group_on ? -bound[0] : negative_infinity(),
+                                group_on ? -bound[1] : negative_infinity()};
+          exponentiate(g, low, part);
+        }
+      } else {
+        mask(of_step, of_bits);
+      }
     }
-    sum[0] += part[0] + part[1];
-    sum[1] += part[2] + part[3];
+    if (search) find_bounds(factor);
+    if (!by_group) {
+      const float low[2] = {-bound[0], -bound[1]};
+#pragma unroll
+      for (int g = 0; g < C::kGroups; ++g) exponentiate(g, low, part);
+    }
+    const float row_part[2] = {part[0] + part[1], part[2] + part[3]};
+    sum[0] += row_part[0];
+    sum[1] += row_part[1];
+    bool scaled = search;
+    if (!kFirst) {
+      if (__any_sync(~0u, !(row_part[0] < C::kHigh && row_part[1] < C::kHigh))) {
+        scaled = true;
+        raise(row_part, factor);
+      }
+    }
     // Never true. Without it ptxas waits for the products before the exponentials.
-    if (sum[0] + sum[1] < 0.0f) nanosleep();
-    if (turns) give_turn();
+    if (row_part[0] + row_part[1] < 0.0f) nanosleep();
     wgmma_wait<0>();
-    if (pending) release(&smem.v_empty[pending_stage]);
+    if (pending) release_v(of_pending);
 #pragma unroll
     for (int i = 0; i < C::kScores / 2; ++i) pr[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
-    if (grown) {
+    if (!kFirst && scaled) {
 #pragma unroll
       for (int g = 0; g < C::kOut / 4; ++g) {
         o[4 * g] *= factor[0];
@@ -412,8 +675,8 @@ struct WgmmaConsumer {
     }
   }
 
-  // Moves the bounds of the warp's rows above the differences in S, which follow, as do the sums.
-  __device__ __forceinline__ void grow(float (&factor)[2]) {
+  // Moves the bounds of the warp's rows up to the largest score so far; the sums follow.
+  __device__ __forceinline__ void find_bounds(float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float top = s[2 * r];
@@ -422,19 +685,37 @@ struct WgmmaConsumer {
         top = fmaxf(top, fmaxf(s[4 * g + 2 * r], s[4 * g + 2 * r + 1]));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      top *= p.scale_log2;
       const u32 quad = 0xfu << (lane & ~3);
       const bool first = (__ballot_sync(~0u, sum[r] == 0.0f) & quad) == quad;
-      const bool moves = top >= 0.0f || (first && top > negative_infinity());
-      const float raised = moves ? ceilf(top + bound[r]) + C::kLag : bound[r];
-      const float by = bound[r] - raised;
-#pragma unroll
-      for (int g = 0; g < C::kGroups; ++g) {
-        s[4 * g + 2 * r] += by;
-        s[4 * g + 2 * r + 1] += by;
-      }
-      factor[r] = first ? 1.0f : exp2_approx(by);
+      const bool moves = top > negative_infinity() && (first || top > bound[r]);
+      const float raised = moves ? ceilf(top) : bound[r];
+      factor[r] = first ? 1.0f : exp2_approx(bound[r] - raised);
       sum[r] *= factor[r];
       bound[r] = raised;
+    }
+  }
+
+  // Moves the bounds of rows with a large P; it is scaled, as are the sums so far.
+  __device__ __forceinline__ void raise(const float (&row_part)[2], float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total = row_part[r];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      // A vote, as a store by some lanes alone would be a divergent branch to ptxas, within which
+      // it uses no uniform registers.
+      if (__any_sync(~0u, !(total < 1e38f))) smem.again = 1u;
+      const float by = total < C::kHigh ? 0.0f : ceilf(log2_approx(total));
+      const float scale = exp2_approx(-by);
+      factor[r] *= scale;
+      sum[r] *= scale;
+      bound[r] += by;
+#pragma unroll
+      for (int g = 0; g < C::kGroups; ++g) {
+        s[4 * g + 2 * r] *= scale;
+        s[4 * g + 2 * r + 1] *= scale;
+      }
     }
   }
 
@@ -445,7 +726,9 @@ struct WgmmaConsumer {
     named_barrier_sync(1 + warpgroup, 128);
   }
 
-  __device__ __forceinline__ void finish(const Task& task, int warp_row) {
+  __device__ __forceinline__ void finish(const Task& task) {
+    const int warp_row = task.units < 0 ? task.first_row + warpgroup * 64 + warp * 16
+                                        : __ldg(p.units + task.units + warpgroup * 4 + warp);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
@@ -461,7 +744,9 @@ struct WgmmaConsumer {
         float2* target = reinterpret_cast<float2*>(p.partial_o + index * C::kHeadDim);
 #pragma unroll
         for (int g = 0; g < C::kOut / 4; ++g)
-          target[g * 4 + (lane & 3)] = make_float2(o[4 * g + 2 * r], o[4 * g + 2 * r + 1]);
+          target[g * 4 + (lane & 3)] = sum[r] > 0.0f
+                                           ? make_float2(o[4 * g + 2 * r], o[4 * g + 2 * r + 1])
+                                           : make_float2(0.0f, 0.0f);
         if ((lane & 3) == 0)
           reinterpret_cast<float2*>(p.partial_ml)[index] =
               make_float2(sum[r] > 0.0f ? bound[r] : negative_infinity(), sum[r]);
@@ -474,7 +759,8 @@ struct WgmmaConsumer {
     for (int r = 0; r < 2; ++r) {
       const bool exists = tile_row + 8 * r < task.rows;
       const i64 row = warp_row + (lane >> 2) + 8 * r;
-      const float inverse = sum[r] > 0.0f ? 1.0f / sum[r] : 0.0f;
+      const bool any = sum[r] > 0.0f;
+      const float inverse = 1.0f / sum[r];
 #pragma unroll
       for (int g = 0; g < C::kOut / 4; g += 4) {
         // Four lanes hold two columns of each of four 8-column groups: a transpose over them leaves
@@ -482,7 +768,9 @@ struct WgmmaConsumer {
         u32 x[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          x[j] = pack2<T>(o[4 * (g + j) + 2 * r] * inverse, o[4 * (g + j) + 2 * r + 1] * inverse);
+          x[j] =
+              any ? pack2<T>(o[4 * (g + j) + 2 * r] * inverse, o[4 * (g + j) + 2 * r + 1] * inverse)
+                  : 0u;
         transpose(x);
         const int column = (g + (lane & 3)) * 8;
         if (exists && column < p.head_dim)
@@ -526,44 +814,57 @@ __device__ __forceinline__ void attend_wgmma(const WgmmaParams& params) {
   for (int i = threadIdx.x; i < C::kStages * C::kTileBytes / 16; i += C::kThreads)
     reinterpret_cast<uint4*>(smem.k)[i] = make_uint4(0, 0, 0, 0);
   if (threadIdx.x == 0) {
-    constexpr int kReleases = 4 * C::kWarpgroups;  // one a consumer warp
+    smem.again = 0u;
     for (int w = 0; w < C::kWarpgroups; ++w) {
       mbarrier_init(smem_address(&smem.q_full[w]), 1);
       mbarrier_init(smem_address(&smem.q_empty[w]), 4);
     }
     for (int stage = 0; stage < C::kStages; ++stage) {
-      mbarrier_init(smem_address(&smem.k_full[stage]), 1);
-      mbarrier_init(smem_address(&smem.v_full[stage]), 1);
-      mbarrier_init(smem_address(&smem.k_empty[stage]), kReleases);
-      mbarrier_init(smem_address(&smem.v_empty[stage]), kReleases);
+      for (int set = 0; set < C::kSets; ++set) {
+        mbarrier_init(smem_address(&smem.k_full[set][stage]), 1);
+        mbarrier_init(smem_address(&smem.v_full[set][stage]), 1);
+      }
+      for (int w = 0; w < C::kWarpgroups; ++w) {  // each of its warps releases
+        mbarrier_init(smem_address(&smem.k_empty[w][stage]), 4);
+        mbarrier_init(smem_address(&smem.v_empty[w][stage]), 4);
+      }
+      mbarrier_init(smem_address(&smem.k_ready[stage]), 1);
+      mbarrier_init(smem_address(&smem.v_ready[stage]), 1);
     }
     mbarrier_init_fence();
   }
   async_proxy_fence();
   __syncthreads();
+  if (C::kTwins) cluster_sync();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32 % 4, 0);
   if (warpgroup == 0) {
     registers_decrease<C::kProducerRegisters>();
     if (warp == 0)
-      copy_kv<C>(params, smem.k, smem.k_full, smem.k_empty, &params.k_rows, &params.k_fragment);
+      copy_kv<C>(params, smem, smem.k, smem.k_full, smem.k_empty, smem.k_ready, &params.k_rows,
+                 &params.k_fragment);
     if (warp == 1)
-      copy_kv<C>(params, smem.v, smem.v_full, smem.v_empty, &params.v_rows, &params.v_fragment);
+      copy_kv<C>(params, smem, smem.v, smem.v_full, smem.v_empty, smem.v_ready, &params.v_rows,
+                 &params.v_fragment);
     if (warp == 2) copy_q<C>(params, smem);
   } else {
     registers_increase<C::kConsumerRegisters>();
-    WgmmaConsumer<C> consumer{params, smem, warpgroup - 1, warp,
-                              static_cast<int>(threadIdx.x) & 31};
-    consumer.run();
+    WgmmaConsumer<C>(params, smem, warpgroup - 1, warp).run();
   }
+  // Neither CTA may end while the other writes to its memory.
+  if (C::kTwins) cluster_sync();
 }
 
 }  // namespace tessera
 
-// The one entry of a specialisation: element type, head dim, tile rows, tile columns.
-#define TESSERA_ATTEND_WGMMA(T, ...)                                              \
-  extern "C" __global__ void __launch_bounds__(                                   \
-      tessera::WgmmaConfig<tessera::T, __VA_ARGS__>::kThreads, 1)                 \
-      attend(const __grid_constant__ tessera::WgmmaParams params) {               \
-    tessera::attend_wgmma<tessera::WgmmaConfig<tessera::T, __VA_ARGS__>>(params); \
+// The one entry of a specialisation: element type, head dim, tile rows, tile columns, whether pairs
+// of CTAs share lists, whether fragments have token bits.
+#define TESSERA_CLUSTER_true __cluster_dims__(2, 1, 1)
+#define TESSERA_CLUSTER_false
+#define TESSERA_ATTEND_WGMMA(T, kHeadDim, kTileQ, kTileKV, kTwins, kBits)                      \
+  extern "C" __global__ void TESSERA_CLUSTER_##kTwins __launch_bounds__(                       \
+      tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits>::kThreads, 1) \
+      attend(const __grid_constant__ tessera::WgmmaParams params) {                            \
+    tessera::attend_wgmma<                                                                     \
+        tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits>>(params);   \
   }

@@ -21,7 +21,7 @@ __device__ __forceinline__ void write_tasks(const TilesParams& p) {
     task.begin = part_begin(steps, turn.parts, turn.part);
     task.end = part_begin(steps, turn.parts, turn.part + 1);
     task.slot = turn.parts > 1 ? p.pair_slots[turn.pair] + turn.part : -1;
-    task.reverse = 0;
+    task.flags = 0;
     task.first_row = rows.first;
     task.rows = rows.rows;
     task.frag_count = p.tile_frags[of.tile];

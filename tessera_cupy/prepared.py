@@ -13,7 +13,7 @@ from tessera_cupy.device_plan import tile_build
 from tessera_cupy.errors import PlanOverflowError
 from tessera_cupy.kernels import device_build, kept, launch
 from tessera_cupy.kernels.builders import TileBuild
-from tessera_cupy.kernels.catalog import KernelConfig, merge_for
+from tessera_cupy.kernels.catalog import KernelConfig, merge_for, twin_of
 from tessera_cupy.kernels.device_build import MaskState
 from tessera_cupy.kernels.launch import DevicePlan, Mark
 from tessera_cupy.kernels.lifetime import keep_while
@@ -113,7 +113,10 @@ class Prepared:
             if mask.source is not None:
                 launch.refuse_capture()  # before the host waits for the mask
             self._on_device[device] = launch.upload(
-                self.tiles(mask), self.tasks(mask), bits=self.config.bits
+                self.tiles(mask),
+                self.tasks(mask),
+                bits=self.config.bits,
+                twins=twin_of(self.config) is not None,
             )
         return self._on_device[device]
 
@@ -173,7 +176,8 @@ class Prepared:
         times = [perf_counter()]
         tiles = again.tiles(mask)
         times.append(perf_counter())
-        launch.upload(tiles, again.tasks(mask), bits=self.config.bits)
+        twins = twin_of(self.config) is not None
+        launch.upload(tiles, again.tasks(mask), bits=self.config.bits, twins=twins)
         times.append(perf_counter())
         return {"tiles": 1e3 * (times[1] - times[0]), "tasks": 1e3 * (times[2] - times[1])}
 

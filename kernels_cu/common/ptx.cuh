@@ -94,16 +94,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Brings the cache line of an address to the first-level cache.
-__device__ __forceinline__ void prefetch(const void* address) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
-}
+// Has a value loaded that nobody here needs.
+__device__ __forceinline__ void keep(u32 value) { asm volatile("" ::"r"(value)); }
 
-// bits & a & b. In PTX, since ptxas copies floats that are also used as integers.
-__device__ __forceinline__ u32 and_bits(u32 bits, float a, float b) {
-  u32 result;
-  asm("lop3.b32 %0, %1, %2, %3, 0x80;" : "=r"(result) : "r"(bits), "f"(a), "f"(b));
-  return result;
+// The value itself, which ptxas then keeps in a register rather than work it out again.
+__device__ __forceinline__ int pinned(int value) {
+  int kept;
+  asm volatile("mov.b32 %0, %1;" : "=r"(kept) : "r"(value));
+  return kept;
 }
 
 __device__ __forceinline__ float log2_approx(float x) {

@@ -48,6 +48,55 @@ __device__ __forceinline__ void tma_load_5d(u32 target, const TensorMap* map, u3
       : "memory");
 }
 
+// The same into the shared memory of all CTAs in the mask, each of which counts the bytes at its
+// own barrier.
+__device__ __forceinline__ void tma_multicast_4d(u32 target, const TensorMap* map, u32 barrier,
+                                                 u16 ctas, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes."
+      "multicast::cluster [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
+      "l"(reinterpret_cast<u64>(map)), "r"(barrier), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_multicast_5d(u32 target, const TensorMap* map, u32 barrier,
+                                                 u16 ctas, int group, int head) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes."
+      "multicast::cluster [%0], [%1, {%4, %4, %4, %5, %6}], [%2], %3;" ::"r"(target),
+      "l"(reinterpret_cast<u64>(map)), "r"(barrier), "h"(ctas), "r"(0), "r"(group), "r"(head)
+      : "memory");
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// Arrives at the barrier of another CTA of the cluster that has this one's address there.
+__device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, "
+      "[%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -121,17 +170,17 @@ __device__ __forceinline__ u64 descriptor(u32 low, u32 stride) {
   "87,%88,%89,%90,%91,%92,%93,%94,%95"
 
 // For an element type:
-//   wgmma_qk      S (64 x 192) = a (64 x 16, shared) * b (192 x 16, shared) + (accumulate ? S : 0)
-//   wgmma_qk_add  S += a * b; the predicate would cost two moves to uniform registers here too
-//   wgmma_pv      O (64 x N) += a (64 x 16, registers) * b (16 x N, row-major in shared memory)
+//   wgmma_qk      S (64 x N) = a (64 x 16, shared) * b (N x 16, shared)
+//   wgmma_qk_add  S += a * b
+//   wgmma_pv      O (64 x N) = a (64 x 16, registers) * b (16 x N, row-major in shared memory) + O,
+//                 or without O; the predicate costs two moves to uniform registers
+//   wgmma_pv_add  O += a * b
 #define TESSERA_WGMMA(T, TYPE)                                                                 \
-  __device__ __forceinline__ void wgmma_qk(T, float (&c)[96], u64 a, u64 b, int accumulate) {  \
-    asm volatile(                                                                              \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, "                                               \
-        "0;\nwgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" TESSERA_D96      \
-        "}, %96, %97, p, 1, 1, 0, 0;\n}"                                                       \
-        : TESSERA_R96(c)                                                                       \
-        : "l"(a), "l"(b), "r"(accumulate));                                                    \
+  __device__ __forceinline__ void wgmma_qk(T, float (&c)[96], u64 a, u64 b) {                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" TESSERA_D96 \
+                 "}, %96, %97, 0, 1, 1, 0, 0;"                                                 \
+                 : TESSERA_R96(c)                                                              \
+                 : "l"(a), "l"(b));                                                            \
   }                                                                                            \
   __device__ __forceinline__ void wgmma_qk_add(T, float (&c)[96], u64 a, u64 b) {              \
     asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" TESSERA_D96 \
@@ -139,13 +188,41 @@ __device__ __forceinline__ u64 descriptor(u32 low, u32 stride) {
                  : TESSERA_R96(c)                                                              \
                  : "l"(a), "l"(b));                                                            \
   }                                                                                            \
-  __device__ __forceinline__ void wgmma_pv(T, float (&c)[32], const u32* a, u64 b) {           \
+  __device__ __forceinline__ void wgmma_qk(T, float (&c)[64], u64 a, u64 b) {                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TESSERA_D64 \
+                 "}, %64, %65, 0, 1, 1, 0, 0;"                                                 \
+                 : TESSERA_R64(c)                                                              \
+                 : "l"(a), "l"(b));                                                            \
+  }                                                                                            \
+  __device__ __forceinline__ void wgmma_qk_add(T, float (&c)[64], u64 a, u64 b) {              \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TESSERA_D64 \
+                 "}, %64, %65, 1, 1, 1, 0, 0;"                                                 \
+                 : TESSERA_R64(c)                                                              \
+                 : "l"(a), "l"(b));                                                            \
+  }                                                                                            \
+  __device__ __forceinline__ void wgmma_pv(T, float (&c)[32], const u32* a, u64 b, int add) {  \
+    asm volatile(                                                                              \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, "                                               \
+        "0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" TESSERA_D32       \
+        "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;\n}"                                            \
+        : TESSERA_R32(c)                                                                       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                       \
+  }                                                                                            \
+  __device__ __forceinline__ void wgmma_pv(T, float (&c)[64], const u32* a, u64 b, int add) {  \
+    asm volatile(                                                                              \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, "                                               \
+        "0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TESSERA_D64      \
+        "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}"                                            \
+        : TESSERA_R64(c)                                                                       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                       \
+  }                                                                                            \
+  __device__ __forceinline__ void wgmma_pv_add(T, float (&c)[32], const u32* a, u64 b) {       \
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" TESSERA_D32  \
                  "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"                                      \
                  : TESSERA_R32(c)                                                              \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
   }                                                                                            \
-  __device__ __forceinline__ void wgmma_pv(T, float (&c)[64], const u32* a, u64 b) {           \
+  __device__ __forceinline__ void wgmma_pv_add(T, float (&c)[64], const u32* a, u64 b) {       \
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TESSERA_D64 \
                  "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                                      \
                  : TESSERA_R64(c)                                                              \

@@ -26,6 +26,11 @@ inline constexpr bool is_same<A, A> = true;
 // Rows in one membership group: a thread of mma.m16n8k16 holds rows r and r + 8.
 inline constexpr int kGroupRows = 8;
 
+enum TaskFlag {
+  kReverse = 1,  // walk the steps from the last to the first
+  kTwin = 2,     // this task and its neighbour, of the even and the odd place, have the same list
+};
+
 // One CTA's work: steps [begin, end) of a tile for one query head (see organization/tasks.py), with
 // the tile's own numbers copied in, so that one read leads to the fragments.
 struct alignas(16) Task {
@@ -33,7 +38,7 @@ struct alignas(16) Task {
   i32 begin;       // first step
   i32 end;         // one past the last step
   i32 slot;        // workspace slot of a split-K part, or -1
-  i32 reverse;     // 1: walk the steps from the last to the first
+  i32 flags;       // TaskFlag
   i32 first_row;   // first query row
   i32 rows;        // query rows, 1 to the tile's
   i32 frag_count;  // fragments of the tile's list
@@ -113,7 +118,9 @@ struct WgmmaParams {
   i32 whole_rows;  // rows that the fragment maps reach: whole groups of 8, or 0 without such a map
   float scale_log2;
   i32 negate;
-  const i64* counts;  // TileCount, whose tasks are the task_count; or null
+  const i64* counts;     // TileCount, whose tasks are the task_count; or null
+  const i32* frag_bits;  // as in AttendParams
+  const u32* bits;
 };
 
 struct MergeParams {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -38,8 +38,8 @@ class KernelConfig:
         warps: warps of one CTA.
         stages: K and V stages in shared memory.
         min_ctas: CTAs that fit on one multiprocessor together; bounds the registers.
-        features: ``("bits",)`` when it reads token bits; for ``mask_state`` one of
-            :data:`MASK_FORMATS`; else empty.
+        features: ``("bits",)`` when it reads token bits; ``("twins",)`` when pairs of CTAs share
+            the loads of equal lists; for ``mask_state`` one of :data:`MASK_FORMATS`; else empty.
         why: the reason for this shape.
     """
 
@@ -92,6 +92,11 @@ class KernelConfig:
         return "bits" in self.features
 
     @property
+    def twins(self) -> bool:
+        """Whether pairs of CTAs load the steps of equal lists for each other."""
+        return "twins" in self.features
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one CTA, bytes."""
         if self.kernel in _TILE_SMEM:
@@ -137,8 +142,10 @@ def _attend_smem(
 def _wgmma_smem(head_dim: int, tile_q: int, tile_kv: int, stages: int) -> int:
     """Size of ``WgmmaStorage`` in attend_wgmma.cu; each specialisation asserts that it is."""
     tiles = (tile_q + 2 * stages * tile_kv) * head_dim * 2
-    barriers = (2 * (tile_q // 64) + 4 * stages) * 8
-    return _align(tiles + barriers, 1024)
+    warpgroups = tile_q // 64
+    sets = 2**warpgroups - 1
+    barriers = 2 * warpgroups + 2 * (sets + warpgroups + 1) * stages
+    return _align(tiles + 8 * barriers + 4, 1024)
 
 
 def _mask_state_smem(warps: int, form: str) -> int:
@@ -206,12 +213,21 @@ _ROWS = (
     _Row(_SMALL, 128, 128, 32, 4, 1, (2, 2), f"{_WHY_128}; 32 columns let two CTAs fit"),
     _Row(_ALL, 256, 64, 32, 4, 1, (2, 2), "O takes half of the registers, so S has 32 columns"),
 )
-_WGMMA_TILE_Q, _WGMMA_TILE_KV = 128, 192
-_WGMMA_HEAD_DIMS = (64, 128)
 _WGMMA_WHY = (
     "two warpgroups of 64 rows at the full matrix rate; as many columns as registers and shared "
     "memory hold, so that the fixed cost of a step is spread over the most work"
 )
+_WGMMA_WHY_3 = "three warpgroups of 64 rows, which a short head dim leaves registers for"
+#: Head dim, tile rows, tile columns, the features that there are besides none.
+_WGMMA_ROWS = (
+    (64, 128, 192, ("twins", "bits"), _WGMMA_WHY),
+    (128, 128, 192, ("twins", "bits"), _WGMMA_WHY),
+    (64, 192, 128, ("twins",), _WGMMA_WHY_3),
+)
+_WGMMA_FEATURE_WHY = {
+    "twins": "; two CTAs with equal lists load each half for both",
+    "bits": "; token bits cost registers, so they have an entry of their own",
+}
 _TILE_WARPS = {"tile_counts": 8, "tile_scan": 32, "tile_fragments": 4}
 _TILE_WHY = {
     "tile_counts": "a warp a tile: a lane counts the bits of one word of the bitmap at a time",
@@ -268,23 +284,24 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
                         why=row.why,
                     )
                 )
-    for head_dim in _WGMMA_HEAD_DIMS if target.name == "sm_90a" else ():
+    for head_dim, tile_q, tile_kv, features, why in _WGMMA_ROWS if target.name == "sm_90a" else ():
         for dtype in DTYPES:
-            configs.append(
+            configs += [
                 KernelConfig(
                     target.name,
                     "attend_wgmma",
                     head_dim,
                     dtype,
-                    tile_q=_WGMMA_TILE_Q,
-                    tile_kv=_WGMMA_TILE_KV,
-                    warps=12,
+                    tile_q=tile_q,
+                    tile_kv=tile_kv,
+                    warps=4 + tile_q // 16,
                     stages=2,
                     min_ctas=1,
-                    features=(),
-                    why=_WGMMA_WHY,
+                    features=(feature,) if feature else (),
+                    why=why + _WGMMA_FEATURE_WHY.get(feature, ""),
                 )
-            )
+                for feature in ("", *features)
+            ]
     configs += [
         _builder(target.name, kernel, _TILE_WARPS[kernel], 1, (), _TILE_WHY[kernel])
         for kernel in TILE_KERNELS
@@ -340,6 +357,7 @@ def find(
         config
         for config in catalog(arch)
         if (config.kernel, config.dtype, config.bits) == (kernel, dtype, bits)
+        and not config.twins
         and (config.tile_q, config.tile_kv) == (tile_q, tile_kv)
         and config.serves(head_dim)
     ]
@@ -354,6 +372,16 @@ def merge_for(config: KernelConfig) -> KernelConfig:
             return other
     known = ", ".join(DTYPES)
     raise ValueError(wrong("config.dtype", f"one of {known}", config.dtype, "use a catalog entry"))
+
+
+@cache
+def twin_of(config: KernelConfig) -> KernelConfig | None:
+    """The entry of the same shape for plans in which tasks are twins, if there is one."""
+    twins = replace(config, features=("twins",), why="")
+    for other in catalog(config.arch):
+        if replace(other, why="") == twins:
+            return other
+    return None
 
 
 @cache

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.cache import default_cache
-from tessera_cupy.kernels.catalog import KernelConfig, merge_for
+from tessera_cupy.kernels.catalog import KernelConfig, merge_for, twin_of
 from tessera_cupy.kernels.lifetime import Uses, collect, pool_may_grow, release_with
 from tessera_cupy.kernels.tensor_maps import TENSOR_MAP, fragment_map, rows_map
 from tessera_cupy.mapping.tiles import UNIT_ROWS
+from tessera_cupy.organization.twins import find_twins
 
 if TYPE_CHECKING:
     from tessera_cupy.mapping.tiles import Tiles
@@ -33,7 +34,7 @@ _STRIDES = np.dtype([("batch", np.int64), ("head", np.int64), ("row", np.int64)]
 
 TASK = np.dtype(
     [
-        *[(name, np.int32) for name in ("head", "begin", "end", "slot", "reverse")],
+        *[(name, np.int32) for name in ("head", "begin", "end", "slot", "flags")],
         *[(name, np.int32) for name in ("first_row", "rows", "frag_count")],
         *[(name, np.int64) for name in ("frag_begin", "units")],
     ],
@@ -73,21 +74,21 @@ WGMMA_PARAMS = np.dtype(
             *("q", "k_rows", "v_rows", "k_fragment", "v_fragment"),
             *("o", "lse", "o_stride", "tasks", "frags", "units", "partial_o", "partial_ml"),
             *("task_count", "q_heads", "q_per_kv", "head_dim", "sq", "slot_log2", "whole_rows"),
-            *("scale_log2", "negate", "counts"),
+            *("scale_log2", "negate", "counts", "frag_bits", "bits"),
         ],
         "formats": [
             *[TENSOR_MAP] * 5,
             *(_POINTER, _POINTER, _STRIDES, *[_POINTER] * 5),
             *[np.int32] * 7,
-            *(np.float32, np.int32, _POINTER),
+            *(np.float32, np.int32, *[_POINTER] * 3),
         ],
         "offsets": [
             *range(0, 640, 128),
             *(640, 648, 656, *range(680, 720, 8)),
             *range(720, 720 + 4 * 9, 4),
-            760,
+            *range(760, 784, 8),
         ],
-        "itemsize": 768,
+        "itemsize": 832,
     }
 )
 
@@ -98,6 +99,9 @@ Mark = Callable[[str], None]
 def unmarked(stage: str) -> None:
     """The mark that notes nothing."""
 
+
+# Bits of a task's flags, ``TaskFlag`` in types.cuh; 1 is the direction of the steps.
+_TWIN = 2
 
 _MOST_STRUCTS = 64
 _MERGE_ARRAYS = ("merge_head", "merge_tile", "merge_offsets", "tile_q", "units")
@@ -147,8 +151,9 @@ def packed_tasks(tiles: Tiles, tasks: Tasks) -> NDArray[Any]:
     """(N,) records of :data:`TASK`: the tasks, with their tiles' own numbers copied in."""
     packed = np.zeros(len(tasks), TASK)
     tile = tasks.task_tile
-    for name in ("head", "begin", "end", "slot", "reverse"):
+    for name in ("head", "begin", "end", "slot"):
         packed[name] = getattr(tasks, f"task_{name}")
+    packed["flags"] = tasks.task_reverse
     packed["first_row"], packed["rows"] = tiles.tile_q[tile].T
     packed["frag_begin"] = tiles.frag_offsets[tile]
     packed["frag_count"] = tiles.frag_offsets[tile + 1] - tiles.frag_offsets[tile]
@@ -172,6 +177,7 @@ class DevicePlan:
         scalars: of such a plan, what ``mask_state`` counted.
         stamp: what ``counts`` ends with once they are this plan's.
         may_overflow: whether its lists may need more room than they have.
+        twins: whether some tasks are marked as twins, for the kernel that makes use of it.
         structs: params of its launches, for operands and a workspace at some addresses.
     """
 
@@ -193,6 +199,7 @@ class DevicePlan:
     scalars: Any = None
     stamp: int = 0
     may_overflow: bool = False
+    twins: bool = False
     structs: dict[Any, tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=dict)
 
     @property
@@ -220,13 +227,14 @@ def refuse_capture() -> None:
         )
 
 
-def upload(tiles: Tiles, tasks: Tasks, *, bits: bool) -> DevicePlan:
+def upload(tiles: Tiles, tasks: Tasks, *, bits: bool, twins: bool = False) -> DevicePlan:
     """Copy a plan to the current device; returns once the copies are complete.
 
     Args:
         tiles: the tiles.
         tasks: their tasks.
         bits: whether the kernel reads token bits, which it also does where no fragment has any.
+        twins: whether there is a kernel for twins, so that they are looked for.
 
     Raises:
         ValueError: the current stream is capturing; nothing was done on it.
@@ -236,12 +244,15 @@ def upload(tiles: Tiles, tasks: Tasks, *, bits: bool) -> DevicePlan:
     stream = cupy.cuda.get_current_stream()
     refuse_capture()
     collect()
+    packed = packed_tasks(tiles, tasks)
+    found = find_twins(tiles, tasks) if twins else np.zeros(len(tasks), np.bool_)
+    packed["flags"] += _TWIN * found
     plan = DevicePlan(
         task_count=len(tasks),
         slot_log2=int(math.log2(tiles.shape.slot)),
         merge_count=len(tasks.merge_tile),
         slots=tasks.slots,
-        tasks=cupy.asarray(packed_tasks(tiles, tasks).view(np.uint8)),
+        tasks=cupy.asarray(packed.view(np.uint8)),
         tile_q=cupy.asarray(tiles.tile_q),
         units=None if tiles.tile_units is None else cupy.asarray(tiles.tile_units),
         fragments=cupy.asarray(packed_fragments(tiles)),
@@ -251,6 +262,7 @@ def upload(tiles: Tiles, tasks: Tasks, *, bits: bool) -> DevicePlan:
         merge_tile=cupy.asarray(tasks.merge_tile),
         merge_offsets=cupy.asarray(tasks.merge_offsets),
         uses=Uses(stream),
+        twins=bool(found.any()),
     )
     release_with(plan, plan.uses, [x for x in vars(plan).values() if hasattr(x, "nbytes")])
     # Later runs may use other streams.
@@ -403,10 +415,13 @@ def attend(
             plan.structs.clear()
         plan.structs[key] = structs
     params, merge_params = structs
-    kernel = load(config, g.device)
+    twins = twin_of(config) if plan.twins else None
+    kernel = load(twins or config, g.device)
     merge_kernel = load(packed.merge, g.device) if plan.merge_count else None
     persistent = config.kernel == "attend_wgmma"
     grid = min(g.capacity, plan.task_count) if persistent else plan.task_count
+    if twins is not None:
+        grid = min(grid + 1, g.capacity) // 2 * 2  # whole clusters
     kernel((grid,), (config.warps * 32,), (params,), shared_mem=packed.smem_bytes)
     mark("attention")
     if merge_kernel is not None:
@@ -427,11 +442,11 @@ def _structs(
     sums = workspace + 4 * plan.slots * config.tile_q * config.head_dim if workspace else 0
     counts, units = _pointer(plan.counts), _pointer(plan.units)
     lists = lse, _pointer(plan.tasks), _pointer(plan.fragments)
+    bits = _pointer(plan.frag_bits), _pointer(plan.bits)
     if config.kernel == "attend_wgmma":
-        numbers = (*lists, units, workspace, sums, plan.task_count, counts)
+        numbers = (*lists, units, workspace, sums, plan.task_count, counts, *bits)
         params = _WGMMA_PATCH(packed.params, *numbers)
     else:
-        bits = _pointer(plan.frag_bits), _pointer(plan.bits)
         params = _ATTEND_PATCH(packed.params, *lists, *bits, workspace, sums, counts)
     merges = [_pointer(getattr(plan, name)) for name in _MERGE_ARRAYS]
     return params, _MERGE_PATCH(packed.merge_params, lse, *merges, workspace, sums, counts)
@@ -559,5 +574,8 @@ def _pointer(array: Any) -> int:
 
 _RUN = ("partial_o", "partial_ml")
 _ATTEND_PATCH = Patch(ATTEND_PARAMS, "lse", "tasks", "frags", "frag_bits", "bits", *_RUN, "counts")
-_WGMMA_PATCH = Patch(WGMMA_PARAMS, "lse", "tasks", "frags", "units", *_RUN, "task_count", "counts")
+_WGMMA_PATCH = Patch(
+    WGMMA_PARAMS,
+    *("lse", "tasks", "frags", "units", *_RUN, "task_count", "counts", "frag_bits", "bits"),
+)
 _MERGE_PATCH = Patch(MERGE_PARAMS, "lse", *_MERGE_ARRAYS, *_RUN, "counts")

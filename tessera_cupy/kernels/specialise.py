@@ -47,10 +47,11 @@ def _instance(config: KernelConfig) -> tuple[str, str]:
     element = _TYPES[config.dtype]
     if config.kernel == "merge_splits":
         return f"{element}, {warps}", ""
+    bits = "true" if config.bits else "false"
     sizes: tuple[object, ...] = (config.head_dim, config.tile_q, config.tile_kv)
     if config.kernel == "attend_wgmma":
-        return ", ".join(map(str, (element, *sizes))), "WgmmaStorage<Config>"
-    bits = "true" if config.bits else "false"
+        twins = "true" if config.twins else "false"
+        return ", ".join(map(str, (element, *sizes, twins, bits))), "WgmmaStorage<Config>"
     sizes = (element, *sizes, warps, config.stages, bits, ctas)
     return ", ".join(map(str, sizes)), "SharedStorage<Config>"
 

@@ -213,7 +213,7 @@ def test_out_in_the_memory_of_the_inputs_is_refused(
 ) -> None:
     gpus("sm_80")
     monkeypatch.setattr(interop, "on_stream", lambda *args: nullcontext())
-    monkeypatch.setattr(launch, "upload", lambda tiles, tasks, *, bits: UPLOADED)
+    monkeypatch.setattr(launch, "upload", lambda tiles, tasks, **kernels: UPLOADED)
     monkeypatch.setattr(launch, "attend", lambda *args: None)
     q, k, v = (
         Tensor(shape, pointer=1 << 20 + i) for i, shape in enumerate((Q.shape, K.shape, K.shape))
@@ -266,7 +266,7 @@ def test_all_that_touches_memory_happens_on_the_stream(
 
     monkeypatch.setattr(interop, "on_stream", on_stream)
     monkeypatch.setattr(interop, "empty", lambda like, shape, dtype: Tensor(shape))
-    monkeypatch.setattr(launch, "upload", lambda tiles, tasks, *, bits: UPLOADED)
+    monkeypatch.setattr(launch, "upload", lambda tiles, tasks, **kernels: UPLOADED)
     monkeypatch.setattr(launch, "attend", lambda *args: None)
     names = {
         interop: ("empty", "device_operand", "aligned", "returned"),
@@ -294,7 +294,7 @@ def test_copies_are_handed_on_with_the_launch(gpus: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(interop, "on_stream", lambda *args: nullcontext())
     monkeypatch.setattr(interop, "empty", lambda like, shape, dtype: Tensor(shape))
     monkeypatch.setattr(interop, "aligned", aligned)
-    monkeypatch.setattr(launch, "upload", lambda tiles, tasks, *, bits: UPLOADED)
+    monkeypatch.setattr(launch, "upload", lambda tiles, tasks, **kernels: UPLOADED)
     monkeypatch.setattr(launch, "attend", lambda *args: launched.append(args[-1]))
     for arrays in ((Q, K, K), (Q, turned, K), (Q, K, turned)):
         block_sparse_attention(*arrays, MASK)

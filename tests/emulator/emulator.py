@@ -263,8 +263,8 @@ class Emulator:
 
     @contextmanager
     def _in_place_of_the_gpu(self) -> Iterator[None]:
-        def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-            return self._array("the workspace", math.prod(shape) * np.dtype(dtype).itemsize)
+        def empty(length: int, dtype: DTypeLike) -> Array:
+            return self._array("the workspace", length * np.dtype(dtype).itemsize)
 
         stream = SimpleNamespace(ptr=0, is_capturing=lambda: False, synchronize=lambda: None)
         cupy = SimpleNamespace(

@@ -51,7 +51,7 @@ BITS = [(64, 64, 64, 1), (64, 128, 128, 1), (128, 128, 64, 2), (256, 64, 32, 1)]
 
 
 def _entries() -> list[KernelConfig]:
-    """All of attend_wgmma; of attend_mma each shape that some architecture has, in one dtype."""
+    """Of attend_wgmma all without twins; of attend_mma each shape there is, in one dtype."""
     shapes: dict[Any, KernelConfig] = {}
     for config in (c for arch in ARCHS for c in catalog(arch)):
         sizes = (config.head_dim, config.tile_q, config.tile_kv, config.stages)
@@ -60,7 +60,7 @@ def _entries() -> list[KernelConfig]:
             turn = (config.tile_q // 64 + config.tile_kv // 32 + config.stages + config.bits) % 2
             if config.dtype == ("float16", "bfloat16")[turn]:
                 shapes.setdefault((sizes, config.bits), config)
-    hopper = [config for config in catalog("sm_90a") if config.kernel == "attend_wgmma"]
+    hopper = [c for c in catalog("sm_90a") if c.kernel == "attend_wgmma" and not c.twins]
     return [*hopper, *shapes.values()]
 
 
@@ -219,6 +219,17 @@ def test_ctas_that_take_several_tasks(capacity: int, check: Any, rng: Any) -> No
             capacity=capacity,
             sm_scale=scale,
         )
+
+
+@pytest.mark.parametrize("scale", [0.7, -2.0, 30.0])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "float16"), (128, "bfloat16")])
+def test_scores_far_above_the_first_ones(
+    dim: int, dtype: str, scale: float, check: Any, rng: Any
+) -> None:
+    """Scores of 30 and more standard deviations in log2 units move bounds, or are past any."""
+    mask = attention._random_mask(rng, (64, 64), (190, 900), axes=(1, 2), density=0.7)
+    for mapping, organization in (("share-pack", "longest"), ("regroup-pack", "longest+split")):
+        check(_entry("attend_wgmma", dim, dtype), mask, mapping, organization, sm_scale=scale)
 
 
 @pytest.mark.parametrize("kernel", ["attend_mma", "attend_wgmma"])

@@ -64,7 +64,7 @@ def test_a_task_of_a_regrouped_plan_points_at_its_tiles_units() -> None:
     assert packed["begin"].tolist() == [0] * 6
     assert packed["end"].tolist() == [1] * 6
     assert packed["slot"].tolist() == [-1] * 6
-    assert packed["reverse"].tolist() == [0] * 6
+    assert packed["flags"].tolist() == [0] * 6
 
 
 def test_a_task_of_a_split_plan_has_its_steps_and_its_slot() -> None:
@@ -78,8 +78,8 @@ def test_a_task_of_a_split_plan_has_its_steps_and_its_slot() -> None:
     assert packed["end"][order][-1] == 64
     assert packed["begin"][order][1:].tolist() == packed["end"][order][:-1].tolist()
     assert packed["slot"][order].tolist() == list(range(parts))
-    assert packed["reverse"].tolist() == tasks.task_reverse.astype(int).tolist()
-    assert packed["reverse"].any()
+    assert packed["flags"].tolist() == tasks.task_reverse.astype(int).tolist()
+    assert packed["flags"].any()
     assert packed["units"].tolist() == [-1] * parts
     for name, value in (("first_row", 0), ("rows", 64), ("frag_begin", 0), ("frag_count", 64)):
         assert packed[name].tolist() == [value] * parts

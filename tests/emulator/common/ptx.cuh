@@ -220,12 +220,10 @@ inline u32 pack2(float low, float high) {
 }
 
 inline void barrier_sync() { emulator::bar_sync(0, emulator::machine.threads); }
+inline int pinned(int value) { return value; }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }
-inline void prefetch(const void*) {}
-inline u32 and_bits(u32 bits, float a, float b) {
-  return bits & same_bits<u32>(a) & same_bits<u32>(b);
-}
+inline void keep(u32) {}
 inline float negative_infinity() { return -INFINITY; }
 
 }  // namespace tessera

@@ -475,16 +475,29 @@ inline u64 descriptor(u32 low, u32 stride) {
 }
 
 template <typename T, int kCount>
-inline void wgmma_qk(T, float (&c)[kCount], u64 a, u64 b, int accumulate) {
-  emulator::wgmma<T>(c, nullptr, {"wgmma_qk", a, b, accumulate != 0});
+inline void wgmma_qk(T, float (&c)[kCount], u64 a, u64 b) {
+  emulator::wgmma<T>(c, nullptr, {"wgmma_qk", a, b, false});
 }
 template <typename T, int kCount>
 inline void wgmma_qk_add(T, float (&c)[kCount], u64 a, u64 b) {
   emulator::wgmma<T>(c, nullptr, {"wgmma_qk_add", a, b, true});
 }
 template <typename T, int kCount>
-inline void wgmma_pv(T, float (&c)[kCount], const u32* a, u64 b) {
-  emulator::wgmma<T>(c, a, {"wgmma_pv", 0, b, true});
+inline void wgmma_pv(T, float (&c)[kCount], const u32* a, u64 b, int accumulate) {
+  emulator::wgmma<T>(c, a, {"wgmma_pv", 0, b, accumulate != 0});
 }
+template <typename T, int kCount>
+inline void wgmma_pv_add(T, float (&c)[kCount], const u32* a, u64 b) {
+  emulator::wgmma<T>(c, a, {"wgmma_pv_add", 0, b, true});
+}
+
+// A cluster is one CTA here, which nothing may be sent to.
+inline u32 cluster_rank() { return 0; }
+inline void cluster_sync() {}
+inline void alone() { emulator::fail("CTAs run one after another: no other CTA of a cluster"); }
+inline void tma_multicast_4d(u32, const TensorMap*, u32, u16, int, int, int, int) { alone(); }
+inline void tma_multicast_5d(u32, const TensorMap*, u32, u16, int, int) { alone(); }
+inline void mbarrier_arrive_remote(u32, u32) { alone(); }
+inline void mbarrier_wait_cluster(u32, u32) { alone(); }
 
 }  // namespace tessera
