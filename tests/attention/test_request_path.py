@@ -261,6 +261,16 @@ def test_changed_contents_are_seen_after_refresh(changing: Changing, regime: str
     assert made.check(regime) == first
 
 
+def test_a_refresh_chooses_again(changing: Changing) -> None:
+    made, gpu = changing.request, changing.request.gpu
+    for turn in range(1, 4):
+        for _ in range(2):
+            made.check("auto")
+            assert gpu.copied == 64 * turn
+        changing.change()
+        made.mask.refresh()
+
+
 def test_a_plan_follows_its_mask_s_refreshes(changing: Changing) -> None:
     made = changing.request
     plan = make_plan(made.mask, *made.arrays, regime=RETAIN)

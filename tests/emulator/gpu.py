@@ -196,6 +196,10 @@ class EmulatedGpu(Emulator):
         lengths = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype = np.dtype(dtype)
         memory = self._array("an array", math.prod(lengths) * dtype.itemsize)
+        if dtype == np.uint8:
+            # What others left there: unlike NaN, numbers that lead a kernel astray.
+            rng = np.random.default_rng(self.seed + len(self._arrays))
+            memory.bytes[:] = rng.integers(0, 256, memory.nbytes, np.uint8)
         view = memory.bytes.view(dtype).reshape(lengths)
         return DeviceArray(_Lease(memory, self._freed), view, self)
 
