@@ -622,12 +622,13 @@ struct WgmmaConsumer {
     const bool search = kFirst || __any_sync(~0u, careful || (sum[0] == 0.0f && (rows() & 1u)) ||
                                                       (sum[1] == 0.0f && (rows() & 2u)));
     const bool on = own(of_step) != 0u && columns(of_step) > 0;
-    // Where every group is on or off for all 16 rows of the warp, one bit a group decides, and in
-    // fragments of 16 columns and more one for two groups.
+    // Where every two groups are on or off for all 16 rows of the warp, a bit decides. Those two
+    // are of one fragment, unless fragments are shorter.
+    const int both = column & 8 ? 8 : 16;
     const bool by_group =
         !kFirst && !whole &&
         __all_sync(~0u, !search && p.slot_log2 > 3 && of_bits < 0 &&
-                            (!on || (own(of_step) == rows() && columns(of_step) >= 8)));
+                            (!on || (own(of_step) == rows() && columns(of_step) >= both)));
     if (!whole) {
       if (by_group) {
         const u32 groups = __ballot_sync(~0u, on);

@@ -221,6 +221,13 @@ def test_ctas_that_take_several_tasks(capacity: int, check: Any, rng: Any) -> No
         )
 
 
+@pytest.mark.parametrize("keys", [440, 232])
+def test_a_tail_of_an_odd_number_of_column_groups(keys: int, check: Any, rng: Any) -> None:
+    mask = attention._random_mask(rng, (64, 64), (157, keys), axes=(1, 2), density=0.9)
+    for mapping in ("retain-pack", "share-pack"):
+        check(_entry("attend_wgmma", 128), mask, mapping)
+
+
 @pytest.mark.parametrize("scale", [0.7, -2.0, 30.0])
 @pytest.mark.parametrize(("dim", "dtype"), [(64, "float16"), (128, "bfloat16")])
 def test_scores_far_above_the_first_ones(
