@@ -97,7 +97,7 @@ class Plan:
         out of range and repeated ones are then left out of the attention. Without a run on a GPU
         the mask's contents are checked.
 
-        The lists of fragments have room for every mask of the geometry, up to 64 MiB. In larger
+        The lists of fragments have room for every mask of the geometry, up to 256 MiB. In larger
         geometries whose mask the host has not counted (a plan given by name, or a captured graph),
         a mask may need more: the output is then NaN in every element, this method says so, the
         next run has more room, and a later one warns.

@@ -18,7 +18,7 @@ from tessera_cupy.kernels.builders import TILE_COUNTS, TileBuild
 from tessera_cupy.kernels.fetch import Fetched, fetch
 
 #: Bytes of lists that are given without knowing what a mask needs.
-LIST_BYTES = 64 << 20
+LIST_BYTES = 256 << 20
 FRAGMENT_BYTES = 8
 # Geometries that are remembered.
 _MOST_GEOMETRIES = 256

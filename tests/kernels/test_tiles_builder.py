@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tessera_cupy import BlockMask
+from tessera_cupy.kernels import room
 from tessera_cupy.kernels.builders import TILE_COUNTS, TILES_PARAMS, TileBuild
 from tessera_cupy.kernels.cache import default_cache
 from tessera_cupy.kernels.catalog import TILE_KERNELS, builder
@@ -457,3 +458,44 @@ def test_sizes_beyond_the_kernels_are_an_error(change: dict[str, Any], message: 
     made = Request(masked(np.ones((1, 4, 4), np.bool_), (64, 64)), "retain", (64, 64)).build()
     with pytest.raises(ValueError, match=message):
         replace(made, **change)
+
+
+@pytest.mark.parametrize(
+    ("sq", "heads", "block", "always"),
+    [
+        (49_152, 32, 128, True),
+        (768 * 64, 48, 64, True),
+        (57_600, 40, 64, True),
+        (57_600, 8, 16, True),
+        (115_200, 40, 64, False),
+    ],
+)
+def test_lists_of_models_have_room_for_every_mask(
+    sq: int, heads: int, block: int, always: bool
+) -> None:
+    made = TileBuild(
+        "retain" if block == 128 else "share",
+        TileShape(128, 192, min(64, block)),
+        (block, block),
+        batch=1,
+        q_heads=heads,
+        kv_heads=heads,
+        sq=sq,
+        skv=sq,
+        mask_batch=1,
+        mask_heads=heads,
+        kv_bytes_per_head=4 * sq * 128,
+        device=DeviceModel(sms=132, ctas_per_sm=1, l2_bytes=32 << 20),
+        frag_capacity=0,
+    )
+    blocks = heads * made.nq * made.nk
+    for counted in (blocks, blocks // 10, 0):
+        assert made.fragments_of(counted) <= room.lists_room(made, counted) <= made.most_fragments
+    given = room.lists_room(made, None)
+    assert given == made.most_fragments if always else 8 * given == room.LIST_BYTES
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 15, 16, 17, 1000, 2**20 + 1, 2**33 - 5])
+def test_room_is_rounded_up_by_an_eighth_at_most(count: int) -> None:
+    assert count <= room.rounded(count) <= count + count // 8
+    assert room.rounded(room.rounded(count)) == room.rounded(count)
