@@ -17,6 +17,7 @@ from tessera_cupy.kernels.catalog import KernelConfig, merge_for, twin_of
 from tessera_cupy.kernels.device_build import MaskState
 from tessera_cupy.kernels.launch import DevicePlan, Mark
 from tessera_cupy.kernels.lifetime import keep_while
+from tessera_cupy.kernels.room import overflowed
 from tessera_cupy.mapping import Tiles, map_mask
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks.device_source import DeviceSource
@@ -134,14 +135,21 @@ class Prepared:
             keep_while(mask, plan)
             self._captured.append((device, plan))
             return plan
-        plan_or_none = self._on_device.get(device)
-        if plan_or_none is not None:
-            kept.used(plan_or_none, device)
-            plan_or_none.uses.wait(stream)
-            return plan_or_none
+        found = self._on_device.get(device)
+        if found is not None and not self._overflowed(mask, found, device):
+            kept.used(found, device)
+            found.uses.wait(stream)
+            return found
         plan = self._on_device[device] = self.make(mask, device)
         kept.keep(plan, device, self._forgetting(device))
         return plan
+
+    def _overflowed(self, mask: BlockMask, plan: DevicePlan, device: int) -> bool:
+        """Whether a plan is known to be of no use."""
+        if plan.need is None:
+            return False
+        sizes = self._sizes(mask, device)
+        return sizes is not None and overflowed(sizes, plan.need)
 
     def make(
         self, mask: BlockMask, device: int, *, capturing: bool = False, mark: Mark | None = None

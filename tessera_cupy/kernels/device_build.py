@@ -249,6 +249,8 @@ def build(
         kernel(grid, threads, params, shared_mem=smem_bytes)
         mark(config.kernel)
     parts = layout.kept_parts(base)
+    may_overflow = known is None and room < launch.most_fragments
+    need = watch(sizes, parts["counts"]) if may_overflow and not capturing else None
     plan = DevicePlan(
         task_count=launch.task_capacity,
         slot_log2=launch.slot_log2,
@@ -267,15 +269,14 @@ def build(
         uses=Uses(stream),
         scalars=state.scalars,
         stamp=stamp,
-        may_overflow=known is None and room < launch.most_fragments,
+        may_overflow=may_overflow,
+        need=need,
     )
     release_with(plan, plan.uses, [kept, state.scalars])
     if capturing:
         plan.uses.keep(scratch, *state.memory)
     else:
         plan.uses.filled(stream)
-        if plan.may_overflow:
-            watch(sizes, plan.counts)
     return plan
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,11 @@ class Fetched:
         return bool(self.event.done)
 
 
+# Pinned memory must not go to another copy before its own has come, though nobody waits for that.
+_coming: deque[Fetched] = deque()
+_lock = threading.Lock()
+
+
 def fetch(array: Any, count: int) -> Fetched:
     """Start to copy int64 numbers to pinned memory, on the current stream, which is not capturing.
 
@@ -42,6 +49,9 @@ def fetch(array: Any, count: int) -> Fetched:
     """
     import cupy
 
+    with _lock:
+        while _coming and _coming[0].arrived():
+            _coming.popleft()
     stream = cupy.cuda.get_current_stream()
     pinned = cupy.cuda.alloc_pinned_memory(8 * count)
     cupy.cuda.runtime.memcpyAsync(
@@ -49,4 +59,6 @@ def fetch(array: Any, count: int) -> Fetched:
     )
     event = cupy.cuda.Event(disable_timing=True)
     event.record(stream)
-    return Fetched(np.frombuffer(pinned, np.int64, count), event)
+    made = Fetched(np.frombuffer(pinned, np.int64, count), event)
+    _coming.append(made)
+    return made

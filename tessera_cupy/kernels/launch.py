@@ -26,6 +26,7 @@ from tessera_cupy.mapping.tiles import UNIT_ROWS
 from tessera_cupy.organization.twins import find_twins
 
 if TYPE_CHECKING:
+    from tessera_cupy.kernels.fetch import Fetched
     from tessera_cupy.mapping.tiles import Tiles
     from tessera_cupy.organization.tasks import Tasks
 
@@ -177,6 +178,7 @@ class DevicePlan:
         scalars: of such a plan, what ``mask_state`` counted.
         stamp: what ``counts`` ends with once they are this plan's.
         may_overflow: whether its lists may need more room than they have.
+        need: of such a plan that no graph captured, the counts on their way to the host.
         twins: whether some tasks are marked as twins, for the kernel that makes use of it.
         structs: params of its launches, for operands and a workspace at some addresses.
     """
@@ -199,6 +201,7 @@ class DevicePlan:
     scalars: Any = None
     stamp: int = 0
     may_overflow: bool = False
+    need: Fetched | None = None
     twins: bool = False
     structs: dict[Any, tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=dict)
 

@@ -2,7 +2,8 @@
 
 Room for every mask of the geometry, where that is no more than :data:`LIST_BYTES`. Else that many
 bytes, or half again what the geometry needed last, if that is more. A mask that needs more leaves a
-plan without tasks, whose output is NaN; the next build of the geometry warns of it, and has room.
+plan without tasks, whose output is NaN; the next call of the plan or of the geometry that finds the
+counts on the host warns of it, and has room.
 """
 
 from __future__ import annotations
@@ -38,11 +39,20 @@ class _Needs:
         """Fragments that were needed last; 0 where nothing is known."""
         with self._lock:
             coming = self._coming.get(geometry)
-            if coming is None or not coming.arrived():
-                return self._known.get(geometry, 0)
+        if coming is not None:
+            self.overflowed(geometry, coming)
+        with self._lock:
+            return self._known.get(geometry, 0)
+
+    def overflowed(self, geometry: TileBuild, coming: Fetched) -> bool:
+        """Take up a build's need if it has come; whether it was more than the room."""
+        if not coming.arrived():
+            return False
         counts = dict(zip(TILE_COUNTS, coming.numbers.tolist(), strict=True))
+        with self._lock:
+            told = self._coming.get(geometry) is not coming
         self.note(geometry, counts["fragments"])
-        if counts["errors"]:
+        if counts["errors"] and not told:
             warnings.warn(
                 f"the lists of an earlier request needed {counts['fragments']} fragments, more "
                 "than there was room for, and its output is NaN. Repeat it: there is room now. "
@@ -50,7 +60,7 @@ class _Needs:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return int(counts["fragments"])
+        return bool(counts["errors"])
 
     def note(self, geometry: TileBuild, fragments: int) -> None:
         """Keep what was needed last."""
@@ -61,12 +71,14 @@ class _Needs:
             if len(self._known) > _MOST_GEOMETRIES:
                 self._known.popitem(last=False)
 
-    def watch(self, geometry: TileBuild, counts: Any) -> None:
-        """Hear of a build's need, without waiting for it."""
+    def watch(self, geometry: TileBuild, counts: Any) -> Fetched:
+        """Hear of a build's need, without waiting; of the builds of a geometry the last counts."""
+        coming = fetch(counts, len(TILE_COUNTS))
         with self._lock:
-            # One at a time: a need that nobody asks for again costs nothing.
-            if geometry not in self._coming and len(self._coming) < _MOST_GEOMETRIES:
-                self._coming[geometry] = fetch(counts, len(TILE_COUNTS))
+            if len(self._coming) >= _MOST_GEOMETRIES:
+                self._coming.clear()
+            self._coming[geometry] = coming
+        return coming
 
 
 _needs = _Needs()
@@ -98,9 +110,14 @@ def note(sizes: TileBuild, fragments: int) -> None:
     _needs.note(_geometry(sizes), fragments)
 
 
-def watch(sizes: TileBuild, counts: Any) -> None:
+def watch(sizes: TileBuild, counts: Any) -> Fetched:
     """Remember what a build needed, once its ``counts`` have come to the host."""
-    _needs.watch(_geometry(sizes), counts)
+    return _needs.watch(_geometry(sizes), counts)
+
+
+def overflowed(sizes: TileBuild, need: Fetched) -> bool:
+    """Whether a build is known to have needed more than its room, which is remembered."""
+    return _needs.overflowed(_geometry(sizes), need)
 
 
 def _geometry(sizes: TileBuild) -> TileBuild:

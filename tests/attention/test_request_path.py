@@ -26,7 +26,7 @@ from tessera_cupy import (
     call,
     make_plan,
 )
-from tessera_cupy.kernels import kept, room
+from tessera_cupy.kernels import fetch, kept, room
 from tests.emulator.emulator import compiler
 from tests.emulator.gpu import ORDINAL, EmulatedGpu, Event, Stream
 
@@ -538,6 +538,22 @@ def test_an_overflow_that_nobody_asks_for_is_warned_of(request_of: Any) -> None:
 
 
 @pytest.mark.usefixtures("tight")
+def test_a_plan_without_room_is_not_used_again(
+    request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = request_of((64, 64), blocks=np.ones((1, 2, 2, 20), bool))
+    monkeypatch.setattr(Event, "held", True)
+    for _ in range(2):
+        out = block_sparse_attention(*made.arrays, made.mask, regime=RETAIN)
+        assert np.isnan(out.get().astype(float)).all()
+    monkeypatch.setattr(Event, "held", False)
+    with pytest.warns(RuntimeWarning, match="needed 80 fragments"):
+        assert made.check(RETAIN)[0] == "mask_state_dense"
+    assert made.check(RETAIN)[0].startswith("attend")
+    assert EmulatedGpu.waits == 0
+
+
+@pytest.mark.usefixtures("tight")
 def test_a_need_that_has_not_come_is_not_waited_for(
     request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -583,6 +599,20 @@ def test_a_replay_may_overflow(
     replay()
     plan.check()
     assert np.isfinite(out.get().astype(float)).all()
+
+
+def test_numbers_that_nobody_waits_for_keep_their_memory_until_they_come(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_coming", type(fetch._coming)())
+    array = gpu.array(np.arange(8))
+    monkeypatch.setattr(Event, "held", True)
+    for _ in range(3):
+        fetch.fetch(array, 8)
+    assert len(fetch._coming) == 3
+    monkeypatch.setattr(Event, "held", False)
+    assert fetch.fetch(array, 8).wait().tolist() == list(range(8))
+    assert len(fetch._coming) == 1
 
 
 # Masks that are none
