@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tessera_cupy import BlockMask
-from tessera_cupy.kernels.catalog import catalog
+from tessera_cupy.kernels import launch
+from tessera_cupy.kernels.catalog import KernelConfig, catalog
 from tessera_cupy.mapping import Mapping, why_not
 from tessera_cupy.regimes import PlanSpec
 
@@ -108,10 +109,98 @@ def test_sign_zero_and_size_of_the_scale(gpu: Any, case: Any, random_mask: Any, 
         gpu.run(made, f"scale {scale}", regime="attend_wgmma/q128k192/share-pack/longest")
 
 
-def test_fifty_runs_are_bitwise_equal(gpu: Any, case: Any, random_mask: Any, rng: Any) -> None:
-    mask = random_mask(rng, (32, 32), (1500, 3001), axes=(1, 3), density=0.2)
-    made = case(mask, dim=128, dtype="bfloat16", rng=rng)
-    name = "attend_wgmma/q128k192/share-pack/longest+split"
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "float16"), (128, "bfloat16")])
+def test_scores_far_above_the_first_ones(
+    gpu: Any, case: Any, random_mask: Any, rng: Any, dim: int, dtype: str
+) -> None:
+    """They move the bounds, or are so far above that the tasks are taken a second time."""
+    mask = random_mask(rng, (64, 64), (300, 1900), axes=(1, 2), density=0.7)
+    for scale in (0.7, 2.0, 30.0):
+        made = case(mask, dim=dim, dtype=dtype, sm_scale=scale, rng=rng)
+        for name in specs(mask, dim):
+            gpu.run(made, f"{name} scale {scale}", regime=name)
+
+
+def test_token_bits(gpu: Any, case: Any, random_mask: Any, rng: Any) -> None:
+    for block in ((16, 16), (32, 64), (64, 64), (128, 128), (64, 8)):
+        blocks = random_mask(rng, block, (391, 600), axes=(1, 2), density=0.5)
+        tokens = blocks.to_tokens() & (rng.random((1, 2, 391, 600)) < 0.8)
+        tokens[..., :256, :256] = blocks.to_tokens()[..., :256, :256]  # these have no bits
+        tokens[:, :, 300] = False
+        mask = BlockMask.from_tokens(tokens, block)
+        for dim, dtype in ((64, "float16"), (128, "bfloat16")):
+            made = case(mask, dim=dim, dtype=dtype, rng=rng)
+            for side in ("retain", "merge", "share", "regroup", "split"):
+                if why_not(Mapping(side, "pack"), mask, 128, 192) is None:
+                    name = f"attend_wgmma/q128k192/{side}-pack/longest+split"
+                    gpu.run(made, f"{name} {block}", regime=name)
+
+
+@pytest.fixture
+def launched(monkeypatch: Any) -> list[str]:
+    """Names of the kernels that are launched."""
+    names: list[str] = []
+    load = launch.load
+
+    def noted(config: KernelConfig, device: int) -> Any:
+        names.append(config.name)
+        return load(config, device)
+
+    monkeypatch.setattr(launch, "load", noted)
+    return names
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_twins_load_for_each_other(
+    gpu: Any, case: Any, rng: Any, launched: list[str], dim: int, dtype: str
+) -> None:
+    """All rows alike, all in pairs, and pairs among others, on tails and on shared KV heads."""
+    rows = rng.random((1, 4, 5, 40)) < 0.4
+    rows[..., 3] = True
+    for blocks in (
+        np.ones((1, 4, 45, 40), bool),
+        rows.repeat(9, axis=2),
+        np.concatenate([rows.repeat(5, axis=2), rng.random((1, 4, 20, 40)) < 0.5], axis=2),
+    ):
+        for block, shape in (((128, 64), (45 * 128, 2560)), ((64, 64), (45 * 64 - 9, 2531))):
+            mask = BlockMask.from_dense(blocks, block, shape)
+            made = case(mask, shared=2, dim=dim, dtype=dtype, layout="BSHD", rng=rng)
+            side = "retain" if block[0] == 128 else "share"
+            for organization in ("rows", "longest+split", "alternate"):
+                name = f"attend_wgmma/q128k192/{side}-pack/{organization}"
+                gpu.run(made, f"{name} {shape}", regime=name)
+    assert any(name.endswith("_twins") for name in launched)
+    assert not all(name.endswith("_twins") for name in launched)
+
+
+def _mask_for(what: str, rng: Any) -> tuple[BlockMask, str]:
+    """A mask, and a plan on which it runs the entry meant."""
+    if what == "bits":
+        tokens = rng.random((1, 2, 700, 1900)) < 0.3
+        return BlockMask.from_tokens(tokens, (64, 64)), "q128k192/share-pack/longest+split"
+    if what.startswith("twins"):
+        mask = BlockMask.from_dense(np.ones((1, 3, 24, 40), bool), (64, 64), (1536, 2531))
+        shape = "q192k128" if what == "twins, 192 rows" else "q128k192"
+        return mask, f"{shape}/merge-pack/rows"
+    blocks = rng.random((1, 3, 47, 94)) < 0.2
+    mask = BlockMask.from_dense(blocks, (32, 32), (1500, 3001))
+    if what == "192 rows":
+        return mask, "q192k128/merge-pack/longest+split"
+    return mask, f"q128k192/{what}-pack/longest+split"
+
+
+@pytest.mark.parametrize(
+    ("dim", "what"),
+    [
+        *product((64, 128), ("share", "regroup", "merge", "bits", "twins")),
+        *product((64,), ("192 rows", "twins, 192 rows")),
+    ],
+)
+def test_fifty_runs_are_bitwise_equal(gpu: Any, case: Any, rng: Any, dim: int, what: str) -> None:
+    mask, plan = _mask_for(what, rng)
+    made = case(mask, dim=dim, dtype="bfloat16", rng=rng)
+    name = f"attend_wgmma/{plan}"
     first = gpu.run(made, name, regime=name)
     for _ in range(49):
         again = gpu.run(made, name, regime=name)

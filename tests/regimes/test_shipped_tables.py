@@ -223,7 +223,18 @@ def test_hopper_has_its_own_kernel_first(block_q, expected):
     for dim, density in product((40, 64, 80, 96, 128), (0.1, 0.9)):
         changes = {"head_dim": dim, "block_q": block_q, "density": density}
         first = load_for("sm90").lookup(Features(**{**REQUEST, **changes})).ranking[0]
-        assert first.name == f"attend_wgmma/q128k192/{expected}-pack/longest+split"
+        if (block_q, dim <= 64) == (192, True):
+            assert first.name == "attend_wgmma/q192k128/retain-pack/longest+split"
+        else:
+            assert first.name == f"attend_wgmma/q128k192/{expected}-pack/longest+split"
+
+
+@pytest.mark.parametrize("block_q", [16, 32, 64])
+def test_three_warpgroups_take_dense_masks_of_short_head_dims(block_q):
+    for dim, density in product((40, 64, 80, 128), (0.97, 0.98, 1.0)):
+        changes = {"head_dim": dim, "block_q": block_q, "density": density}
+        first = load_for("sm90").lookup(Features(**{**REQUEST, **changes})).ranking[0]
+        assert (first.tile_q == 192) == (dim <= 64 and density >= 0.98)
 
 
 @pytest.mark.parametrize("name", sorted(set(TABLES) - {"sm90"}))
