@@ -72,7 +72,7 @@ class Prepared:
             self._follow(mask)
             if self._tiles is None:
                 spec = self.spec
-                self._tiles = map_mask(mask.on_host(), spec.mapping, spec.tile_q, spec.tile_kv)
+                self._tiles = map_mask(mask, spec.mapping, spec.tile_q, spec.tile_kv)
             return self._tiles
 
     def tasks(self, mask: BlockMask) -> Tasks:

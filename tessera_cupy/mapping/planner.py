@@ -211,6 +211,7 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
         >>> tiles.steps.tolist(), tiles.frag_start.tolist()
         ([1, 2], [0, 16, 32, 0, 16, 32, 48, 64, 80])
     """
+    mask = mask.on_host()
     if q % GROUP_ROWS or not GROUP_ROWS <= q <= MAX_TILE_Q:
         expected = f"a multiple of {GROUP_ROWS} from {GROUP_ROWS} to {MAX_TILE_Q}"
         raise ValueError(wrong("q", expected, q, "use a catalog's tile size"))
