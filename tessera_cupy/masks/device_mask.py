@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,10 @@ class DeviceMask(BlockMask):
         self._read = read
         self._reading = threading.Lock()
         self._host: BlockMask | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., BlockMask], tuple[BlockMask]]:
+        """Copies, and what is pickled, are snapshots."""
+        return replace, (self.on_host(),)
 
     @property
     def source(self) -> DeviceSource:

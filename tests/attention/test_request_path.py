@@ -6,8 +6,10 @@ waits, is counted; memory that was given back may not be touched again.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +44,7 @@ SIDES = {
     "merge": ("attend_mma/q128k64/merge-pack/longest+split", (32, 32)),
     "share": (SHARE, (32, 24)),
     "share, wgmma": ("attend_wgmma/q128k192/share-pack/longest+split", (64, 64)),
+    "share, three warpgroups": ("attend_wgmma/q192k128/share-pack/longest+split", (64, 32)),
     "retain, wgmma": ("attend_wgmma/q128k192/retain-pack/longest+split", (128, 64)),
 }
 BUILDERS = ["tile_counts", "tile_scan", "tile_fragments"]
@@ -300,6 +303,14 @@ def test_what_the_host_reads_is_kept_until_refresh(changing: Changing) -> None:
     mask.refresh()
     np.testing.assert_array_equal(mask.indices, made.case.mask.indices)
     assert mask.density() == made.case.mask.density()
+
+
+def test_copies_are_snapshots(changing: Changing) -> None:
+    mask = changing.request.mask
+    for made in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert made.source is None
+        assert (made.block_size, made.shape) == (mask.block_size, mask.shape)
+        np.testing.assert_array_equal(made.to_dense(), changing.request.case.mask.to_dense())
 
 
 def test_a_snapshot_refuses_to_refresh() -> None:
