@@ -465,3 +465,42 @@ def test_output_may_be_q_but_not_lie_elsewhere_in_it() -> None:
     assert not apart(replace(q, strides=(128, 8, 32, 1)), q=q)
     # An axis of one element has any stride.
     assert apart(replace(q, strides=(0, 32, 8, 1)), q=q)
+
+
+# What a call's checks depend on
+
+
+def tensor(**changes: Any) -> Any:
+    """A tensor of torch on a GPU, as far as calls look at it before a launch."""
+    given = {
+        "shape": (1, 2, 64, 32),
+        "stride": lambda: (4096, 2048, 32, 1),
+        "dtype": "torch.float16",
+        "device": SimpleNamespace(type="cuda", index=0),
+        "requires_grad": False,
+        "data_ptr": lambda: 4096,
+    }
+    made = of("torch", **{**given, **changes})
+    interop.framework(made)
+    return made
+
+
+def test_arrays_that_the_same_checks_allow_are_alike() -> None:
+    first = interop.alike(tensor())
+    assert first is not None
+    assert hash(first) == hash(interop.alike(tensor(data_ptr=lambda: 8192)))
+    assert interop.alike(tensor(data_ptr=lambda: 8192)) == first
+    for changes in (
+        {"shape": (1, 2, 32, 32)},
+        {"stride": lambda: (4096, 32, 64, 1)},
+        {"dtype": "torch.bfloat16"},
+        {"device": SimpleNamespace(type="cuda", index=1)},
+        {"data_ptr": lambda: 4098},
+    ):
+        assert interop.alike(tensor(**changes)) not in (None, first), changes
+    # The rest is looked at each time: whether gradients are recorded may change.
+    assert interop.alike(tensor(requires_grad=True)) is None
+    assert interop.alike(tensor(device=SimpleNamespace(type="cpu", index=None))) is None
+    assert interop.alike(np.zeros(3)) is None
+    assert interop.address(tensor()) == 4096
+    assert interop.address(np.zeros(3)) is None

@@ -110,6 +110,11 @@ class Request:
     case: Any
     arrays: list[Any]
 
+    def expect(self, blocks: Blocks) -> None:
+        """From now on the right output is that of these blocks of 64 x 64."""
+        mask, made = BlockMask.from_dense(blocks, (64, 64)), self.case
+        self.case = type(made)(mask, *made.arrays, made.layout, made.sm_scale)
+
     def check(self, regime: str, mask: BlockMask | None = None, **given: Any) -> list[str]:
         """Run the front door and compare; the kernels that ran."""
         before = len(self.gpu.launched)
@@ -237,9 +242,7 @@ class Changing:
         """Other blocks, and the inputs' new result; nobody is told."""
         blocks = self.rng.random(self.array.shape) < 0.5
         self.array.set(blocks)
-        mask = BlockMask.from_dense(blocks, (64, 64))
-        made = self.request.case
-        self.request.case = type(made)(mask, *made.arrays, made.layout, made.sm_scale)
+        self.request.expect(blocks)
 
 
 @pytest.fixture
@@ -285,6 +288,19 @@ def test_a_plan_follows_its_mask_s_refreshes(changing: Changing) -> None:
         changing.change()
         made.mask.refresh()
     assert made.mask.density() == made.case.mask.density()
+
+
+def test_a_plan_is_updated_to_another_mask_on_the_gpu(
+    gpu: EmulatedGpu, changing: Changing, rng: Any
+) -> None:
+    made = changing.request
+    plan = make_plan(made.mask, *made.arrays, regime=RETAIN)
+    blocks = rng.random(changing.array.shape) < 0.5
+    other = plan.update(BlockMask.from_dense(gpu.array(blocks), (64, 64)))
+    made.case.check_kernel(plan.run(*made.arrays).get())
+    made.expect(blocks)
+    made.case.check_kernel(other.run(*made.arrays).get())
+    assert (gpu.copied, EmulatedGpu.waits) == (0, 0)
 
 
 def test_what_the_host_reads_is_kept_until_refresh(changing: Changing) -> None:
