@@ -115,7 +115,7 @@ class Table:
         ...     )
         ... )  # fmt: skip
         >>> choice.ranking[0].mapping.q
-        'retain'
+        'share'
         """
         f = features
         cell = (

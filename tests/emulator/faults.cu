@@ -125,18 +125,18 @@ __device__ __forceinline__ i32 product(const FaultParams& p, FaultStorage& smem)
   const u32 low = descriptor_low(smem_address(smem.tile[0]), 1024);
   for (int i = 0; i < 32; ++i) s[i] = 1.0f;
   if (p.fault != kNoFence) wgmma_fence();
-  for (int k = 0; k < 4; ++k) {
-    const u64 operand = descriptor(low + k * 2, 1024);
-    const bool accumulate = k > 0 || (p.fault == kScaleByWarp && threadIdx.x < 32);
-    wgmma_qk(half_t{}, s, operand, operand, accumulate);
-  }
+  wgmma_qk(half_t{}, s, descriptor(low, 1024), descriptor(low, 1024));
+  for (int k = 1; k < 4; ++k)
+    wgmma_qk_add(half_t{}, s, descriptor(low + k * 2, 1024), descriptor(low + k * 2, 1024));
   wgmma_commit();
   if (p.fault == kEarlyOverwrite) reinterpret_cast<u32*>(smem.tile[0])[threadIdx.x] = 0;
   if (p.fault != kEarlyRead) wgmma_wait<0>();
   for (int i = 0; i < 16; ++i) packed[i] = pack2<half_t>(s[2 * i], s[2 * i + 1]);
   wgmma_fence();
-  for (int k = 0; k < 4; ++k)
-    wgmma_pv(half_t{}, s, packed + 4 * k, descriptor(low + k * 128, 1024));
+  for (int k = 0; k < 4; ++k) {
+    const bool accumulate = p.fault != kScaleByWarp || threadIdx.x < 32;
+    wgmma_pv(half_t{}, s, packed + 4 * k, descriptor(low + k * 128, 1024), accumulate);
+  }
   wgmma_commit();
   if (p.fault == kEarlyWrite)
     for (int i = 0; i < 16; ++i) packed[i] = 0;
