@@ -390,11 +390,6 @@ struct WgmmaConsumer {
   static __device__ __forceinline__ u32 barrier_of(u32 parts, u32 n) {
     return (parts - 1) * C::kStages + n % C::kStages;
   }
-  // Its stage, in such a way that ptxas keeps it in a uniform register.
-  static __device__ __forceinline__ u32 stage_of(u32 barrier) {
-    static_assert(C::kStages == 2, "one bit");
-    return __any_sync(~0u, (barrier & 1u) != 0u) ? 1u : 0u;
-  }
   __device__ __forceinline__ void wait_k(u32 barrier) {
     mbarrier_wait(smem_address(&smem.k_full[0][0]) + 8 * barrier, k_phases >> barrier & 1u);
     k_phases ^= 1u << barrier;
@@ -484,7 +479,7 @@ struct WgmmaConsumer {
         if (turns) take_turn();
         start_qk(n.value % C::kStages);
         wait_v(of_pending);
-        start_pv(stage_of(of_pending));
+        start_pv(of_pending % C::kStages);
         if (turns) give_turn();
         wgmma_wait<0>();
         release_k(barrier);
@@ -522,7 +517,7 @@ struct WgmmaConsumer {
         start_qk(n.value % C::kStages);
         if (pending) {
           wait_v(of_pending);
-          start_pv(stage_of(of_pending));
+          start_pv(of_pending % C::kStages);
           if (turns) give_turn();
           wgmma_wait<1>();
         } else {
@@ -558,7 +553,7 @@ struct WgmmaConsumer {
 
   __device__ __forceinline__ void finish_pv(u32 barrier) {
     wait_v(barrier);
-    start_pv(stage_of(barrier));
+    start_pv(barrier % C::kStages);
     wgmma_wait<0>();
     release_v(barrier);
   }
@@ -619,8 +614,9 @@ struct WgmmaConsumer {
     float factor[2] = {1.0f, 1.0f};
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     // Some row has no bound yet, or none can be relied on.
-    const bool search = kFirst || __any_sync(~0u, careful || (sum[0] == 0.0f && (rows() & 1u)) ||
-                                                      (sum[1] == 0.0f && (rows() & 2u)));
+    const u32 unbounded = (sum[0] == 0.0f ? 1u : 0u) | (sum[1] == 0.0f ? 2u : 0u);
+    const bool search =
+        kFirst || __any_sync(~0u, ((unbounded & rows()) | (careful ? 4u : 0u)) != 0u);
     const bool on = own(of_step) != 0u && columns(of_step) > 0;
     // Where every two groups are on or off for all 16 rows of the warp, a bit decides. Those two
     // are of one fragment, unless fragments are shorter.
