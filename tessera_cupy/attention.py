@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tessera_cupy import gpus, interop
+from tessera_cupy.call import HOST_ARCH as HOST_ARCH
 from tessera_cupy.call import checked
 from tessera_cupy.choice import checked_regime
 from tessera_cupy.kernels.arch import get_arch
@@ -20,9 +21,6 @@ from tessera_cupy.plan import Plan
 from tessera_cupy.prepared import Prepared, prepare
 from tessera_cupy.regimes import PlanSpec, Table
 from tessera_cupy.request import ArraySpec, make_request
-
-#: Architecture that host arrays are planned for, unless ``arch`` says otherwise.
-HOST_ARCH = "sm_90a"
 
 
 def make_plan(
@@ -135,20 +133,19 @@ def block_sparse_attention(
         >>> block_sparse_attention(q, k, v, mask).shape
         (1, 2, 256, 64)
     """
-    arch = get_arch(HOST_ARCH) if interop.on_host(q) else gpus.arch_of(interop.device_of(q, "q"))
-    call = checked(mask, q, k, v, out, layout=layout, arch=arch)
+    call = checked(mask, q, k, v, out, layout=layout)
     request, device = call.request, call.device
-    regime = checked_regime(regime)
-    with _plans_lock:
-        plans = _plans.get(mask)
-        if plans is None:
-            plans = _plans[mask] = _Plans()
+    if not isinstance(regime, str):
+        regime = checked_regime(regime)
+    plans = _plans_of(mask)
+    # The request by its identity, which is quicker than its hash: what is prepared keeps it.
+    key = (id(request), regime.name if isinstance(regime, PlanSpec) else regime, device)
     with plans.lock:
-        key = (request, regime, device)
         prepared = plans.prepared.get(key)
         if prepared is None or prepared.version != mask.version:
             if prepared is not None:
                 plans.prepared.clear()  # all are of the same version
+            regime = checked_regime(regime)
             with _counting(mask, regime, device, q, stream):
                 prepared = plans.prepared[key] = prepare(mask, request, regime, device)
     plan = Plan(mask, prepared)
@@ -158,14 +155,39 @@ def block_sparse_attention(
 class _Plans:
     """What the requests of one mask have had prepared."""
 
-    def __init__(self) -> None:
+    def __init__(self, ref: _Ref) -> None:
+        self.ref = ref
         self.lock = threading.Lock()
         self.prepared: dict[Any, Prepared] = {}
 
 
-# Of each living mask.
-_plans: weakref.WeakKeyDictionary[BlockMask, _Plans] = weakref.WeakKeyDictionary()
+class _Ref(weakref.ref[BlockMask]):
+    """A reference to a mask, and its key, which outlives it."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+# Of each living mask, by its identity.
+_plans: dict[int, _Plans] = {}
 _plans_lock = threading.Lock()
+
+
+def _plans_of(mask: BlockMask) -> _Plans:
+    found = _plans.get(id(mask))
+    if found is None:
+        with _plans_lock:
+            found = _plans.get(id(mask))
+            if found is None:
+                ref = _Ref(mask, _forget)
+                ref.key = id(mask)
+                found = _plans[ref.key] = _Plans(ref)
+    return found
+
+
+def _forget(ref: _Ref) -> None:
+    # May run at any moment: no locks. The identity is nobody else's before this has run.
+    del _plans[ref.key]
 
 
 def _counting(

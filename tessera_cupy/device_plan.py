@@ -30,11 +30,11 @@ def tile_build(
         device: its ordinal; None plans for a GPU that is not here.
     """
     source = mask.source
-    if source is None or device is None or source.device != device:
+    if source is None or device is None or source.layout.device != device:
         return None
     if spec.mapping.kv != "pack" or spec.mapping.q not in TILE_Q_SIDES:
         return None
-    if spec.organization != _ORGANIZATION or not source.rows or not source.num_blocks[1]:
+    if spec.organization != _ORGANIZATION or not source.layout.rows or not source.num_blocks[1]:
         return None
     key = (request, spec, mask.block_size, mask.batch, mask.heads, model)
     if key not in _known:

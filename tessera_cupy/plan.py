@@ -225,29 +225,57 @@ class Plan:
         return_lse: bool,
         stream: Any,
     ) -> Any:
-        r, device = self.request, call.device
+        device = call.device
         assert device is not None
         self._check_device(device)
         source = self.mask.source
-        arrays = (q, k, v) if source is None else (q, k, v, source.values.owner)
+        if stream is None and call.of_cupy and (source is None or _of_cupy(source.arrays[0])):
+            import cupy
+
+            if cupy.cuda.runtime.getDevice() == device:
+                # All goes with CuPy's current stream, which is the device's already.
+                return self._launch(call, device, q, k, v, scale, out, return_lse)
+        arrays = (q, k, v) if source is None else (q, k, v, source.arrays[0])
         with interop.on_stream(stream, arrays, device):
-            # First of all that allocates: a capture that comes too early is refused here.
-            plan = self._prepared.on_device(self.mask, device)
-            result = interop.empty(q, r.q_shape, r.dtype) if out is None else out
-            addresses = [interop.address(array) for array in (q, k, v, result)]
-            key = (*addresses, plan.slot_log2, self.config.name, scale)
-            packed = call.packed.get(key)
-            copies: list[Any] = []
-            if packed is None:
-                packed, copies = self._pack(q, k, v, result, scale, plan.slot_log2, call, out)
-                if None not in addresses and not copies:
-                    call.remember(key, packed)
-            lse = interop.empty(q, (r.batch, r.q_heads, r.sq), "float32") if return_lse else None
-            at = 0 if lse is None else interop.device_operand(lse, "out").pointer
-            launch.attend(packed, plan, at, copies)
-            if out is None:
-                result = interop.returned(result, q)
-            return (result, interop.returned(lse, q)) if return_lse else result
+            return self._launch(call, device, q, k, v, scale, out, return_lse)
+
+    def _launch(
+        self,
+        call: Call,
+        device: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        scale: float,
+        out: Any,
+        return_lse: bool,
+    ) -> Any:
+        """Run on the current stream."""
+        r = self.request
+        # First of all that allocates: a capture that comes too early is refused here.
+        plan = self._prepared.on_device(self.mask, device)
+        result = _empty(call, q, call.shape, r.dtype) if out is None else out
+        addresses: tuple[int | None, ...]
+        if call.of_cupy:
+            addresses = (q.data.ptr, k.data.ptr, v.data.ptr, result.data.ptr)
+        else:
+            addresses = tuple([interop.address(array) for array in (q, k, v, result)])
+        # The kernel by its identity, which is quicker than its name: the launch keeps it.
+        key = (addresses, plan.slot_log2, id(self.config), scale)
+        packed = call.packed.get(key)
+        copies: list[Any] = []
+        if packed is None:
+            packed, copies = self._pack(q, k, v, result, scale, plan.slot_log2, call, out)
+            if None not in addresses and not copies:
+                call.remember(key, packed)
+        lse, at = None, 0
+        if return_lse:
+            lse = _empty(call, q, (r.batch, r.q_heads, r.sq), "float32")
+            at = interop.device_operand(lse, "out").pointer
+        launch.attend(packed, plan, at, copies)
+        if out is None and not call.of_cupy:
+            result = interop.returned(result, q)
+        return (result, interop.returned(lse, q)) if return_lse else result
 
     def _check_request(self, call: Call) -> None:
         """Refuse arrays of another geometry."""
@@ -335,6 +363,19 @@ def _scale(sm_scale: float | None, head_dim: int) -> float:
             wrong("sm_scale", "a finite float32 number", repr(sm_scale), "pass a float")
         )
     return float(scale)
+
+
+def _of_cupy(array: Any) -> bool:
+    return interop.framework(array) == "cupy"
+
+
+def _empty(call: Call, q: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """A new array like q, on the current device."""
+    if not call.of_cupy:
+        return interop.empty(q, shape, dtype)
+    import cupy
+
+    return cupy.empty(shape, call.dtype if dtype == call.request.dtype else dtype)
 
 
 def _tensor(operand: interop.Operand, layout: str) -> launch.Tensor:

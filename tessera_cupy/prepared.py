@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from time import perf_counter
+from typing import NamedTuple
 
 from tessera_cupy import gpus
 from tessera_cupy.choice import PlanChoice, checked_regime, choose
@@ -48,8 +49,12 @@ class Prepared:
         version: int = 0,
         counted: tuple[MaskState, int] | None = None,
         select_ms: float = 0.0,
+        sizes_on: dict[int, TileBuild | None] | None = None,
     ) -> None:
-        """``counted`` is the mask's state, for the first run, and its number of active blocks."""
+        """``counted`` is the mask's state, for the first run, and its number of active blocks.
+
+        ``sizes_on`` is how GPUs make the plan, as far as that is known.
+        """
         self.request = request
         self.spec = spec
         self.config = config
@@ -62,7 +67,7 @@ class Prepared:
         self._counted = counted
         self._tiles: Tiles | None = None
         self._tasks: Tasks | None = None
-        self._sizes_on: dict[int, TileBuild | None] = {}
+        self._sizes_on = {} if sizes_on is None else sizes_on
         self._on_device: dict[int, DevicePlan] = {}
         self._captured: list[tuple[int, DevicePlan]] = []
 
@@ -105,9 +110,11 @@ class Prepared:
         """
         with self._lock:
             self._follow(mask)
-            if mask.source is None or self._sizes(mask, device) is None:
+            source = mask.source
+            sizes = None if source is None else self._sizes(mask, device)
+            if source is None or sizes is None:
                 return self._uploaded(mask, device)
-            return self._made(mask, mask.source, device)
+            return self._made(mask, source, sizes, device)
 
     def _uploaded(self, mask: BlockMask, device: int) -> DevicePlan:
         if device not in self._on_device:
@@ -121,7 +128,9 @@ class Prepared:
             )
         return self._on_device[device]
 
-    def _made(self, mask: BlockMask, source: DeviceSource, device: int) -> DevicePlan:
+    def _made(
+        self, mask: BlockMask, source: DeviceSource, sizes: TileBuild, device: int
+    ) -> DevicePlan:
         import cupy
 
         stream = cupy.cuda.get_current_stream()
@@ -136,7 +145,8 @@ class Prepared:
             self._captured.append((device, plan))
             return plan
         found = self._on_device.get(device)
-        if found is not None and not self._overflowed(mask, found, device):
+        # Not one that is known to be of no use.
+        if found is not None and (found.need is None or not overflowed(sizes, found.need)):
             kept.used(found, device)
             found.uses.wait(stream)
             return found
@@ -144,34 +154,26 @@ class Prepared:
         kept.keep(plan, device, self._forgetting(device))
         return plan
 
-    def _overflowed(self, mask: BlockMask, plan: DevicePlan, device: int) -> bool:
-        """Whether a plan is known to be of no use."""
-        if plan.need is None:
-            return False
-        sizes = self._sizes(mask, device)
-        return sizes is not None and overflowed(sizes, plan.need)
-
     def make(
         self, mask: BlockMask, device: int, *, capturing: bool = False, mark: Mark | None = None
     ) -> DevicePlan:
         """Let the GPU make the arrays, on the current stream; they are not kept here."""
         import cupy
 
-        sizes = self._sizes(mask, device)
+        source, sizes = mask.source, self._sizes(mask, device)
+        assert source is not None
         assert sizes is not None
-        assert mask.source is not None
-        arch = self.request.arch.name
-        mark = mark or launch.unmarked
         counted, self._counted = self._counted, None
-        stream = cupy.cuda.get_current_stream()
-        nnz = None
-        if counted and not capturing and counted[0].on(stream):
-            state, nnz = counted
-        else:
-            state = device_build.mask_state(
-                mask.source, arch, self.model.sms, capturing=capturing, mark=mark
-            )
-        return device_build.build(state, sizes, arch, nnz=nnz, capturing=capturing, mark=mark)
+        if counted and (capturing or not counted[0].on(cupy.cuda.get_current_stream())):
+            counted = None
+        return device_build.build(
+            source,
+            sizes,
+            self.request.arch.name,
+            counted=counted,
+            capturing=capturing,
+            mark=mark or launch.unmarked,
+        )
 
     def makes(self, mask: BlockMask, device: int) -> bool:
         """Whether the GPU makes the arrays, rather than the host."""
@@ -249,17 +251,64 @@ def prepare(
         PlanNotEligibleError, TypeError, ValueError: as :func:`tessera_cupy.choice.choose`; a mask
             over GPU arrays that is no mask; a capture before the plan was chosen.
     """
+    begin = perf_counter()
     regime = checked_regime(regime)
-    version, state, summary = mask.version, None, None
     source = mask.source
-    if source is not None and source.device == device and not isinstance(regime, PlanSpec):
+    there = source is not None and source.layout.device == device
+    if there and isinstance(regime, PlanSpec):
+        return _pinned(mask, request, regime, device, begin)
+    version, counted = mask.version, None
+    summary = None
+    if source is not None and there:
         launch.refuse_capture()
         sms = gpus.multiprocessors(device)
         state = device_build.mask_state(source, request.arch.name, sms)
         summary = state.summary()
-    begin = perf_counter()
+        counted = (state, summary.nnz)
+        begin = perf_counter()
     spec, config, choice = choose(mask, request, regime, summary)
     select_ms = 1e3 * (perf_counter() - begin)
     model = gpus.model_of(config, request.arch, device)
-    counted = (state, summary.nnz) if state and summary else None
     return Prepared(request, spec, config, model, choice, version, counted, select_ms)
+
+
+def _pinned(
+    mask: BlockMask, request: Request, spec: PlanSpec, device: int | None, begin: float
+) -> Prepared:
+    """The given plan for a mask over arrays of a GPU, chosen once for masks of one geometry."""
+    # By identity, which is quicker than hashes: what is known keeps both.
+    key = (id(request), id(spec), device, mask.block_size, mask.batch, mask.heads)
+    known = _known.get(key)
+    if known is None:
+        _, config, choice = choose(mask, request, spec)
+        model = gpus.model_of(config, request.arch, device)
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        known = _known[key] = _Known(request, spec, config, model, choice, {})
+    select_ms = 1e3 * (perf_counter() - begin)
+    return Prepared(
+        request,
+        spec,
+        known.config,
+        known.model,
+        known.choice,
+        mask.version,
+        None,
+        select_ms,
+        known.sizes_on,
+    )
+
+
+class _Known(NamedTuple):
+    """What a given plan is for a request, whatever the mask holds; and how each GPU makes it."""
+
+    request: Request
+    spec: PlanSpec
+    config: KernelConfig
+    model: DeviceModel
+    choice: PlanChoice
+    sizes_on: dict[int, TileBuild | None]
+
+
+_known: dict[tuple[object, ...], _Known] = {}
+_MOST_KNOWN = 256

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy.kernels.builders import (
     MASK_PARTIAL_BYTES,
+    MASK_SCALARS,
     TILE_POINTERS,
     TILES_PARAMS,
     TileBuild,
@@ -20,9 +21,6 @@ from tessera_cupy.kernels.builders import (
 
 #: Alignment of each array, bytes.
 ALIGNMENT = 256
-
-# Arrays of a build that its attention kernels read; the rest is scratch.
-_KEPT = ("tile_q", "frags", "tasks", "merge_head", "merge_tile", "merge_offsets", "counts")
 
 
 class Part(NamedTuple):
@@ -48,7 +46,7 @@ class Arena:
 
     Attributes:
         places: (offset, bytes) of each array.
-        nbytes: of the allocation, at least 1.
+        nbytes: of the allocation, whole alignments and at least one.
 
     >>> Arena.of({"a": 10, "b": 4}).places
     {'a': (0, 10), 'b': (256, 4)}
@@ -64,7 +62,7 @@ class Arena:
         for name, size in sizes.items():
             places[name] = (end, size)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        return cls(places, max(1, end))
+        return cls(places, max(ALIGNMENT, end))
 
     def part(self, name: str, base: int) -> Part:
         """An array of the allocation at ``base``."""
@@ -73,11 +71,11 @@ class Arena:
 
 
 class BuildLayout:
-    """The memory of one :class:`TileBuild`: what is kept with the plan, and scratch.
+    """The memory of one :class:`TileBuild`, with the params that point into it.
 
     Attributes:
         build: the sizes.
-        kept, scratch: the two allocations.
+        arena: where its arrays lie.
     """
 
     def __init__(self, build: TileBuild) -> None:
@@ -86,37 +84,34 @@ class BuildLayout:
             name: int(np.prod(shape)) * dtype.itemsize
             for name, (shape, dtype) in build.arrays().items()
         }
-        self.kept = Arena.of({name: sizes.pop(name) for name in _KEPT})
-        self.scratch = Arena.of(sizes)
+        self.arena = Arena.of(sizes)
         self._params = bytes(build.params(dict.fromkeys(TILE_POINTERS, 0)))
         self._dtype = np.dtype(f"V{TILES_PARAMS.itemsize}")
         # The stamp follows the pointers.
         self._pointers = struct.Struct(f"={len(TILE_POINTERS)}Qq")
-        # Which allocation each pointer is in (0: the bitmap's own), and where.
-        self._places = [
-            (1, self.kept.places[name][0])
-            if name in self.kept.places
-            else (2, self.scratch.places[name][0])
-            for name in TILE_POINTERS[1:]
-        ]
+        self._offsets = [self.arena.places[name][0] for name in TILE_POINTERS[1:]]
 
-    def kept_parts(self, base: int) -> dict[str, Part]:
-        """The arrays of the allocation that is kept, at an address."""
-        return {name: Part(base + at, size) for name, (at, size) in self.kept.places.items()}
+    def parts(self, base: int) -> dict[str, Part]:
+        """The arrays of an allocation, at an address."""
+        return {name: Part(base + at, size) for name, (at, size) in self.arena.places.items()}
 
-    def params(self, bitmap: int, kept: int, scratch: int, stamp: int) -> NDArray[Any]:
-        """The struct of all three tile kernels, for allocations at these addresses."""
-        bases = (bitmap, kept, scratch)
+    def params(self, bitmap: int, base: int, stamp: int) -> NDArray[Any]:
+        """The struct of all three tile kernels, for a bitmap and an allocation at addresses."""
         params = bytearray(self._params)
-        pointers = [bases[base] + offset for base, offset in self._places]
+        pointers = [base + offset for offset in self._offsets]
         self._pointers.pack_into(params, 0, bitmap, *pointers, stamp)
         return np.frombuffer(params, self._dtype)
 
 
 @lru_cache(maxsize=128)
 def state_arena(rows: int, nk: int, grid: int) -> Arena:
-    """What ``mask_state`` writes, its scalars apart, for so many rows and CTAs."""
+    """What ``mask_state`` writes, for so many rows and CTAs."""
     words = -(-nk // 32)
     return Arena.of(
-        {"bitmap": 4 * rows * words, "row_count": 4 * rows, "partials": MASK_PARTIAL_BYTES * grid}
+        {
+            "scalars": 8 * len(MASK_SCALARS),
+            "bitmap": 4 * rows * words,
+            "row_count": 4 * rows,
+            "partials": MASK_PARTIAL_BYTES * grid,
+        }
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +91,9 @@ _ARRAYS: dict[str, tuple[DTypeLike, int]] = {
 #: The addresses that the tile kernels take, in the order of their struct.
 TILE_POINTERS = ("bitmap", *_ARRAYS)
 
+#: Numbers of the params that the kernels divide by.
+_DIVISORS = ("head_tiles", "q_heads", "parts", "slot", "per_step", "capacity")
+
 #: ``TilesParams`` of common/tiles.cuh.
 TILES_PARAMS = np.dtype(
     [
@@ -100,6 +104,8 @@ TILES_PARAMS = np.dtype(
         *[(name, np.int32) for name in ("q_block", "kv_block", "joined", "parts", "tile_rows")],
         *[(name, np.int32) for name in ("slot", "per_step", "share", "pairs", "q_heads")],
         *[(name, np.int32) for name in ("mask_batch", "mask_heads", "group_pairs", "capacity")],
+        ("groups", np.int32),
+        *[(f"by_{name}", np.uint64) for name in _DIVISORS],
     ],
     align=True,
 )
@@ -226,7 +232,7 @@ class TileBuild:
         """Tiles of all query heads."""
         return self.batch * self.q_heads * self.head_tiles
 
-    @property
+    @cached_property
     def most_fragments(self) -> int:
         """Fragments of the fullest mask there is, and the padding of the worst."""
         last = self.skv - (self.nk - 1) * self.block_size[1]
@@ -291,7 +297,12 @@ class TileBuild:
 
     def grid(self, config: KernelConfig) -> int:
         """CTAs of a launch of one of the tile kernels."""
-        return 1 if config.kernel == "tile_scan" else max(1, -(-self.tiles // config.warps))
+        if config.kernel == "tile_scan":
+            return 1
+        of_tasks = 0
+        if config.kernel == "tile_fragments":
+            of_tasks = -(-self.task_capacity // (32 * config.warps))
+        return max(1, of_tasks + -(-self.tiles // config.warps))
 
     def params(self, pointers: Mapping[str, int], stamp: int = 0) -> NDArray[Any]:
         """One struct of :data:`TILES_PARAMS`, ready to pass by value to each of the kernels.
@@ -302,6 +313,7 @@ class TileBuild:
         """
         heads_in_l2 = max(1, self.device.l2_bytes // max(1, self.kv_bytes_per_head))
         group = heads_in_l2 * (self.q_heads // self.kv_heads) * self.head_tiles
+        group_pairs = max(1, min(group, self.pairs))
         values = {
             **{name: pointers[name] for name in TILE_POINTERS},
             **{name: getattr(self, name) for name in _NUMBERS},
@@ -313,7 +325,25 @@ class TileBuild:
             "slot": self.shape.slot,
             "per_step": self.shape.fragments,
             "share": self.q_side == "share",
-            "group_pairs": max(1, min(group, self.pairs)),
+            "group_pairs": group_pairs,
             "capacity": self.device.capacity,
+            "groups": -(-self.pairs // group_pairs),
         }
+        values |= {f"by_{name}": divisor(int(values[name])) for name in _DIVISORS}
         return packed_struct(TILES_PARAMS, values)
+
+
+def divisor(number: int) -> int:
+    """``Divisor`` of common/tiles.cuh: the multiplier, and from bit 32 on the shift.
+
+    Args:
+        number: 1 to 2**31 - 1.
+
+    Example:
+        >>> shift, multiplier = divmod(divisor(7), 2**32)
+        >>> (2**31 - 1) * multiplier >> (31 + shift) == (2**31 - 1) // 7
+        True
+    """
+    shift = (number - 1).bit_length()
+    multiplier = -(-(1 << (31 + shift)) // number)
+    return shift << 32 | multiplier

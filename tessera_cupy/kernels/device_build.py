@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import secrets
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tessera_cupy.errors import PlanOverflowError, wrong
-from tessera_cupy.interop import Operand, contiguous
+from tessera_cupy.interop import Operand, contiguous, device_operand
 from tessera_cupy.kernels.arena import Arena, BuildLayout, Part, state_arena
 from tessera_cupy.kernels.builders import (
     MASK_ERRORS,
@@ -41,13 +41,13 @@ from tessera_cupy.kernels.room import FRAGMENT_BYTES, lists_room, note, watch
 from tessera_cupy.masks.summary import MaskSummary
 
 if TYPE_CHECKING:
-    from tessera_cupy.masks.device_source import DeviceSource
+    from tessera_cupy.masks.device_source import DeviceSource, SourceLayout
 
 # Unlike whatever memory may hold.
 _stamps = count(secrets.randbits(62))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class MaskState:
     """A mask's bitmap and scalars in GPU memory, in the order of the stream that makes them.
 
@@ -60,8 +60,8 @@ class MaskState:
     """
 
     source: DeviceSource
-    bitmap: Part
-    scalars: Any
+    bitmap: int
+    scalars: Part
     stream: int
     memory: tuple[Any, ...]
 
@@ -77,8 +77,9 @@ class MaskState:
         """
         scalars = fetch(self.scalars, len(MASK_SCALARS)).wait()
         refuse_bad_mask(scalars)
+        layout = self.source.layout
         return MaskSummary(
-            blocks=self.source.rows * self.source.num_blocks[1],
+            blocks=layout.rows * layout.num_blocks[1],
             nnz=int(scalars[MASK_SCALARS.index("nnz")]),
             in_runs=int(scalars[MASK_SCALARS.index("in_runs")]),
         )
@@ -103,73 +104,76 @@ def refuse_bad_mask(scalars: NDArray[np.int64]) -> None:
         )
 
 
-def mask_state(
-    source: DeviceSource, arch: str, sms: int, *, capturing: bool = False, mark: Mark = unmarked
-) -> MaskState:
-    """Launch ``mask_state`` on the current stream of the mask's device.
+def mask_state(source: DeviceSource, arch: str, sms: int, *, mark: Mark = unmarked) -> MaskState:
+    """Launch ``mask_state`` on the current stream of the mask's device, which is not capturing.
 
     Args:
         source: the mask's arrays.
         arch: architecture of the device.
         sms: its multiprocessors.
-        capturing: whether a CUDA graph captures the stream.
         mark: told when it is launched.
     """
     import cupy
 
-    launch = _state_launch(source, arch, sms)
-    values, bounds, copies = source.values.pointer, 0, []
-    with pool_may_grow() if capturing else nullcontext():
-        if source.bounds is not None:
-            bounds = source.bounds.pointer
-        if launch.copied:
-            copies = [contiguous(x) for x in (source.values, source.bounds) if x is not None]
-            values, bounds = copies[0].pointer, copies[-1].pointer
-        memory = cupy.empty(launch.arena.nbytes, np.uint8)
-        scalars = cupy.empty(len(MASK_SCALARS), np.int64)
-    scalars.data.memset_async(0, scalars.nbytes)
+    launch = _state_launch(source.layout, arch, sms)
+    memory = cupy.empty(launch.arena.nbytes, np.uint8)
+    stream = cupy.cuda.get_current_stream()
     base = memory.data.ptr
-    bitmap, row_count, partials = (base + place for place in launch.places)
+    copies = _launch_state(launch, source, base, stream.ptr, mark)
+    scalars = launch.arena.part("scalars", base)
+    return MaskState(source, base + launch.bitmap, scalars, stream.ptr, (memory, *copies))
+
+
+def _launch_state(
+    launch: _StateLaunch, source: DeviceSource, base: int, stream: int, mark: Mark
+) -> list[Any]:
+    """Make the state of a mask in the memory at ``base``; returns copies that the kernel reads."""
+    import cupy
+
+    pointers: tuple[int, ...] = source.pointers
+    copies: list[Any] = []
+    if launch.copied:
+        copies = [contiguous(device_operand(array, "mask")) for array in source.arrays]
+        pointers = tuple(copy.pointer for copy in copies)
+    cupy.cuda.runtime.memsetAsync(base + launch.scalars, 0, 8 * len(MASK_SCALARS), stream)
+    bounds = pointers[1] if len(pointers) > 1 else 0
     params = _STATE_PATCH(
-        launch.params, values, bounds, bitmap, row_count, scalars.data.ptr, partials
+        launch.params, pointers[0], bounds, *[base + offset for offset in launch.offsets]
     )
-    kernel = load(launch.config, source.device)
+    kernel = load(launch.config, source.layout.device)
     kernel(launch.grid, launch.threads, (params,), shared_mem=launch.smem_bytes)
     mark("mask state")
-    stream = cupy.cuda.get_current_stream()
-    part = launch.arena.part("bitmap", base)
-    return MaskState(source, part, scalars, stream.ptr, (memory, *copies))
+    return copies
 
 
 @dataclass(frozen=True, eq=False)
 class _StateLaunch:
-    """A launch of ``mask_state`` on arrays at any addresses."""
+    """A launch of ``mask_state`` on arrays at any addresses.
+
+    ``offsets`` are those of the bitmap, row_count, scalars and partials in the arena.
+    """
 
     config: KernelConfig
     grid: tuple[int]
     threads: tuple[int]
     smem_bytes: int
     arena: Arena
-    places: tuple[int, ...]
+    bitmap: int
+    scalars: int
+    offsets: tuple[int, ...]
     params: bytes
     copied: bool
 
 
-def _state_launch(source: DeviceSource, arch: str, sms: int) -> _StateLaunch:
-    """The launch for all masks of a source's shapes, strides and dtypes."""
-    values, bounds = source.values, source.bounds
-    key: Any = (source.form, source.num_blocks, arch, sms)
-    for operand in (values, bounds):
-        if operand is not None:
-            key += (operand.shape, operand.strides, operand.dtype)
-    found = _launches.get(key)
-    if found is not None:
-        return found
-    config = builder(arch, f"mask_state_{source.form}")
-    rows, nk = source.rows, source.num_blocks[1]
+@lru_cache(maxsize=256)
+def _state_launch(layout: SourceLayout, arch: str, sms: int) -> _StateLaunch:
+    """The launch for all masks of a layout."""
+    values, bounds = layout.operands[0], layout.operands[1] if layout.operands[1:] else None
+    config = builder(arch, f"mask_state_{layout.form}")
+    rows, nk = layout.rows, layout.num_blocks[1]
     grid = mask_state_grid(config, rows, sms)
     arena = state_arena(rows, nk, grid)
-    inner = 0 if source.form == "csr" else 1
+    inner = 0 if layout.form == "csr" else 1
     stride = _stride(values, inner)
     fits = stride is not None and (bounds is None or _stride(bounds, 0) is not None)
     params = packed_struct(
@@ -183,46 +187,42 @@ def _state_launch(source: DeviceSource, arch: str, sms: int) -> _StateLaunch:
             "wide_bounds": bounds is not None and bounds.dtype == "int64",
         },
     )
-    places = tuple(arena.places[name][0] for name in ("bitmap", "row_count", "partials"))
-    made = _StateLaunch(
+    offsets = {name: offset for name, (offset, _) in arena.places.items()}
+    return _StateLaunch(
         config,
         (grid,),
         (config.warps * 32,),
         config.smem_bytes,
         arena,
-        places,
+        offsets["bitmap"],
+        offsets["scalars"],
+        tuple(offsets[name] for name in _STATE_ARRAYS),
         params.tobytes(),
         not fits,
     )
-    if len(_launches) >= _MOST_LAUNCHES:
-        _launches.clear()
-    _launches[key] = made
-    return made
 
 
-_launches: dict[Any, _StateLaunch] = {}
-_MOST_LAUNCHES = 256
-_STATE_PATCH = Patch(
-    MASK_STATE_PARAMS, "values", "bounds", "bitmap", "row_count", "scalars", "partials"
-)
+_STATE_ARRAYS = ("bitmap", "row_count", "scalars", "partials")
+_STATE_PATCH = Patch(MASK_STATE_PARAMS, "values", "bounds", *_STATE_ARRAYS)
 
 
 def build(
-    state: MaskState,
+    source: DeviceSource,
     sizes: TileBuild,
     arch: str,
     *,
-    nnz: int | None = None,
+    counted: tuple[MaskState, int] | None = None,
     capturing: bool = False,
     mark: Mark = unmarked,
 ) -> DevicePlan:
-    """Launch the tile kernels on the current stream, which made the mask's state.
+    """Launch all that makes a plan, on the current stream of the mask's device.
 
     Args:
-        state: of the mask.
+        source: the mask's arrays.
         sizes: the build; the room for its lists is chosen here.
         arch: architecture of the device.
-        nnz: active blocks of the mask where the host knows them, and so what its lists need.
+        counted: the mask's state, made on this stream, and the number of its active blocks, where
+            the host knows them, and so what the lists need.
         capturing: whether a CUDA graph captures the stream; its replays may see other masks.
         mark: told when each kernel is launched.
 
@@ -234,22 +234,36 @@ def build(
     stream = cupy.cuda.get_current_stream()
     if not capturing:
         collect()
-    known = None if capturing else nnz
-    room = lists_room(sizes, known)
+    held: tuple[Any, ...]
+    nnz = None if counted is None else counted[1]
+    room = lists_room(sizes, nnz)
     launch = _build_launch(sizes, room, arch)
     layout = launch.layout
-    with pool_may_grow() if capturing else nullcontext():
-        kept = cupy.empty(layout.kept.nbytes, np.uint8)
-        scratch = cupy.empty(layout.scratch.nbytes, np.uint8)
-    base = kept.data.ptr
+    # One allocation holds all: of its parts, the lists take nearly all.
+    if counted is None:
+        of_state = _state_launch(source.layout, arch, sizes.device.sms)
+        with pool_may_grow() if capturing else _NOTHING:
+            memory = cupy.empty(layout.arena.nbytes + of_state.arena.nbytes, np.uint8)
+            base = memory.data.ptr
+            behind = base + layout.arena.nbytes
+            copies = _launch_state(of_state, source, behind, stream.ptr, mark)
+        bitmap = behind + of_state.bitmap
+        scalars = Part(behind + of_state.scalars, 8 * len(MASK_SCALARS))
+        held = (memory, *copies) if capturing else (memory,)
+    else:
+        memory = cupy.empty(layout.arena.nbytes, np.uint8)
+        base = memory.data.ptr
+        state = counted[0]
+        bitmap, scalars = state.bitmap, state.scalars
+        held = (memory, *state.memory)
     stamp = next(_stamps)
-    params = (layout.params(state.bitmap.ptr, base, scratch.data.ptr, stamp),)
+    params = (layout.params(bitmap, base, stamp),)
     for config, grid, threads, smem_bytes in launch.kernels:
-        kernel = load(config, state.source.device)
+        kernel = load(config, source.layout.device)
         kernel(grid, threads, params, shared_mem=smem_bytes)
         mark(config.kernel)
-    parts = layout.kept_parts(base)
-    may_overflow = known is None and room < launch.most_fragments
+    parts = launch.parts_at(base)
+    may_overflow = nnz is None and room < launch.most_fragments
     need = watch(sizes, parts["counts"]) if may_overflow and not capturing else None
     plan = DevicePlan(
         task_count=launch.task_capacity,
@@ -267,22 +281,27 @@ def build(
         frag_bits=None,
         bits=None,
         uses=Uses(stream),
-        scalars=state.scalars,
+        scalars=scalars,
         stamp=stamp,
         may_overflow=may_overflow,
         need=need,
+        structs=launch.structs,
     )
-    release_with(plan, plan.uses, [kept, state.scalars])
-    if capturing:
-        plan.uses.keep(scratch, *state.memory)
-    else:
+    release_with(plan, plan.uses, held)
+    if not capturing:
         plan.uses.filled(stream)
     return plan
 
 
+_NOTHING = nullcontext()
+
+
 @dataclass(frozen=True, eq=False)
 class _BuildLaunch:
-    """The launches of the tile kernels for one build."""
+    """The launches of the tile kernels for one build.
+
+    ``structs`` are shared by its plans, as the pool gives them the same few addresses.
+    """
 
     layout: BuildLayout
     kernels: list[tuple[KernelConfig, tuple[int], tuple[int], int]]
@@ -291,26 +310,51 @@ class _BuildLaunch:
     slot_capacity: int
     slot_log2: int
     most_fragments: int
+    structs: dict[Any, Any] = field(default_factory=dict)
+    _parts: dict[int, dict[str, Part]] = field(default_factory=dict)
+
+    def parts_at(self, base: int) -> dict[str, Part]:
+        """The arrays of an allocation at an address."""
+        parts = self._parts.get(base)
+        if parts is None:
+            if len(self._parts) >= _MOST_ADDRESSES:
+                self._parts.clear()
+            parts = self._parts[base] = self.layout.parts(base)
+        return parts
 
 
-@lru_cache(maxsize=256)
+_MOST_ADDRESSES = 64
+
+
 def _build_launch(sizes: TileBuild, room: int, arch: str) -> _BuildLaunch:
-    made = replace(sizes, frag_capacity=room)
-    configs = [builder(arch, name) for name in TILE_KERNELS]
-    return _BuildLaunch(
-        BuildLayout(made),
-        [(c, (made.grid(c),), (c.warps * 32,), c.smem_bytes) for c in configs],
-        made.task_capacity,
-        made.merge_capacity,
-        made.slot_capacity,
-        int(math.log2(made.shape.slot)),
-        made.most_fragments,
-    )
+    key = (id(sizes), room, arch)
+    found = _builds.get(key)
+    if found is None:
+        made = replace(sizes, frag_capacity=room)
+        configs = [builder(arch, name) for name in TILE_KERNELS]
+        launch = _BuildLaunch(
+            BuildLayout(made),
+            [(c, (made.grid(c),), (c.warps * 32,), c.smem_bytes) for c in configs],
+            made.task_capacity,
+            made.merge_capacity,
+            made.slot_capacity,
+            int(math.log2(made.shape.slot)),
+            made.most_fragments,
+        )
+        if len(_builds) >= _MOST_BUILDS:
+            _builds.clear()
+        found = _builds[key] = (sizes, launch)
+    return found[1]
+
+
+# By the identity of the sizes, which is quicker than their hash: the sizes, and the launches.
+_builds: dict[tuple[int, int, str], tuple[TileBuild, _BuildLaunch]] = {}
+_MOST_BUILDS = 256
 
 
 def kernels(source: DeviceSource, arch: str) -> list[KernelConfig]:
     """The entries that make a plan of a mask."""
-    names = (f"mask_state_{source.form}", *TILE_KERNELS)
+    names = (f"mask_state_{source.layout.form}", *TILE_KERNELS)
     return [builder(arch, name) for name in names]
 
 

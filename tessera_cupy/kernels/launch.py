@@ -9,7 +9,6 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -108,6 +107,7 @@ _MOST_STRUCTS = 64
 _MERGE_ARRAYS = ("merge_head", "merge_tile", "merge_offsets", "tile_q", "units")
 #: Warps of one merge CTA; one warp merges one row.
 MERGE_WARPS = 8
+_MERGE_THREADS = (MERGE_WARPS * 32,)
 
 # By the entry's identity, which is quicker than its name: the entry, and its function.
 _loaded: dict[tuple[int, int], tuple[KernelConfig, Any]] = {}
@@ -162,7 +162,7 @@ def packed_tasks(tiles: Tiles, tasks: Tasks) -> NDArray[Any]:
     return packed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # frozen ones take three times as long to make, which a request does
 class DevicePlan:
     """A plan's arrays in the memory of one GPU, in the form that the kernels read.
 
@@ -180,7 +180,8 @@ class DevicePlan:
         may_overflow: whether its lists may need more room than they have.
         need: of such a plan that no graph captured, the counts on their way to the host.
         twins: whether some tasks are marked as twins, for the kernel that makes use of it.
-        structs: params of its launches, for operands and a workspace at some addresses.
+        structs: params of its launches, for operands and arrays at some addresses; plans of the
+            same sizes may share them.
     """
 
     task_count: int
@@ -315,6 +316,9 @@ class Packed:
         o, geometry: the result, and the sizes of the request.
         params, merge_params: their structs, without what a plan and a run add.
         smem_bytes: of the attention kernel.
+        threads: of a CTA of the attention kernel.
+        merge_rows: CTAs of the merge for each tile.
+        persistent: whether a CTA takes several tasks.
     """
 
     config: KernelConfig
@@ -324,6 +328,9 @@ class Packed:
     params: bytes
     merge_params: bytes
     smem_bytes: int
+    threads: tuple[int]
+    merge_rows: int
+    persistent: bool
 
 
 def pack(
@@ -375,8 +382,18 @@ def pack(
             "row_width": config.head_dim,
         },
     )
-    structs = params.tobytes(), merge_params.tobytes()
-    return Packed(config, merge_for(config), o, g, *structs, config.smem_bytes)
+    return Packed(
+        config,
+        merge_for(config),
+        o,
+        g,
+        params.tobytes(),
+        merge_params.tobytes(),
+        config.smem_bytes,
+        (config.warps * 32,),
+        -(-config.tile_q // MERGE_WARPS),
+        config.kernel == "attend_wgmma",
+    )
 
 
 def attend(
@@ -402,18 +419,23 @@ def attend(
     config, g = packed.config, packed.geometry
     stream = cupy.cuda.get_current_stream()
     capturing = stream.is_capturing()
-    workspace = None
+    workspace, at = None, 0
     if plan.slots:
-        with pool_may_grow() if capturing else nullcontext():
-            # O of each slot's rows, then their M and L.
-            rows = plan.slots * config.tile_q
-            workspace = cupy.empty(rows * (config.head_dim + 2), np.float32)
+        # O of each slot's rows, then their M and L.
+        floats = plan.slots * config.tile_q * (config.head_dim + 2)
+        if capturing:
+            with pool_may_grow():
+                workspace = cupy.empty(floats, np.float32)
+        else:
+            workspace = cupy.empty(floats, np.float32)
+        at = workspace.data.ptr
     if plan.may_overflow:
         poison(packed.o, lse, g, stream.ptr)
-    key = (packed, lse, _pointer(workspace))
+    # All arrays of the plans that share structs follow from where the tasks are.
+    key = (packed, lse, at, plan.tasks.data.ptr)
     structs = plan.structs.get(key)
     if structs is None:
-        structs = _structs(packed, plan, lse, _pointer(workspace))
+        structs = _structs(packed, plan, lse, at)
         if len(plan.structs) >= _MOST_STRUCTS:
             plan.structs.clear()
         plan.structs[key] = structs
@@ -421,15 +443,13 @@ def attend(
     twins = twin_of(config) if plan.twins else None
     kernel = load(twins or config, g.device)
     merge_kernel = load(packed.merge, g.device) if plan.merge_count else None
-    persistent = config.kernel == "attend_wgmma"
-    grid = min(g.capacity, plan.task_count) if persistent else plan.task_count
+    grid = min(g.capacity, plan.task_count) if packed.persistent else plan.task_count
     if twins is not None:
         grid = min(grid + 1, g.capacity) // 2 * 2  # whole clusters
-    kernel((grid,), (config.warps * 32,), (params,), shared_mem=packed.smem_bytes)
+    kernel((grid,), packed.threads, (params,), shared_mem=packed.smem_bytes)
     mark("attention")
     if merge_kernel is not None:
-        grids = (plan.merge_count, -(-config.tile_q // MERGE_WARPS))
-        merge_kernel(grids, (MERGE_WARPS * 32,), (merge_params,))
+        merge_kernel((plan.merge_count, packed.merge_rows), _MERGE_THREADS, (merge_params,))
         mark("merge")
     if capturing:
         plan.uses.keep(workspace, *temporaries)

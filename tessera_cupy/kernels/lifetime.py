@@ -75,7 +75,12 @@ _retired: deque[tuple[Uses, Any]] = deque()
 
 def release_with(owner: object, uses: Uses, arrays: Any) -> None:
     """Hold the arrays until their owner ends, and then until what is recorded in uses is done."""
-    weakref.finalize(owner, _retire, uses, arrays)
+    ref = weakref.ref(owner, _retire)
+    _held[id(ref)] = (ref, uses, arrays)
+
+
+# Arrays by the reference to their owner: a request makes one, and ``weakref.finalize`` takes long.
+_held: dict[int, tuple[weakref.ref[Any], Uses, Any]] = {}
 
 
 def keep_while(owner: object, kept: object) -> None:
@@ -86,8 +91,9 @@ def keep_while(owner: object, kept: object) -> None:
 def _end(kept: object) -> None: ...
 
 
-def _retire(uses: Uses, arrays: Any) -> None:
+def _retire(ref: weakref.ref[Any]) -> None:
     # May run at any moment, also within a capture or within collect(): no CUDA, no locks.
+    _, uses, arrays = _held.pop(id(ref))
     if uses.events:
         _retired.append((uses, arrays))
 

@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections import OrderedDict
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from tessera_cupy.kernels.builders import TILE_COUNTS, TileBuild
@@ -91,18 +90,13 @@ def lists_room(sizes: TileBuild, nnz: int | None) -> int:
         sizes: the build.
         nnz: active blocks of the mask, where they are known; the room then suffices.
     """
-    most = _most(sizes)
+    most = sizes.most_fragments
     if nnz is not None:
         return min(most, rounded(sizes.fragments_of(nnz)))
     free = LIST_BYTES // FRAGMENT_BYTES
     if most <= free:
         return most
     return min(most, max(free, rounded(_needs.of(_geometry(sizes)) * 3 // 2)))
-
-
-@lru_cache(maxsize=_MOST_GEOMETRIES)
-def _most(sizes: TileBuild) -> int:
-    return sizes.most_fragments
 
 
 def note(sizes: TileBuild, fragments: int) -> None:

@@ -23,17 +23,26 @@ class DeviceMask(BlockMask):
     made then, and by :meth:`check`.
     """
 
+    _source: DeviceSource
+    _version: int
+    _read: Callable[[], BlockMask]
+    _reading: threading.Lock
+    _host: BlockMask | None
+
     def __init__(
         self, grid: BlockGrid, source: DeviceSource, read: Callable[[], BlockMask]
     ) -> None:
         """``read`` copies the arrays to the host and makes the same mask of them."""
         # All of the grid, with what it has worked out; the class is frozen.
-        vars(self).update(vars(grid), device=source.device)
-        self._source = source
-        self._version = 0
-        self._read = read
-        self._reading = threading.Lock()
-        self._host: BlockMask | None = None
+        vars(self).update(
+            vars(grid),
+            device=source.layout.device,
+            _source=source,
+            _version=0,
+            _read=read,
+            _reading=threading.Lock(),
+            _host=None,
+        )
 
     def __reduce__(self) -> tuple[Callable[..., BlockMask], tuple[BlockMask]]:
         """Copies, and what is pickled, are snapshots."""

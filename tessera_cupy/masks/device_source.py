@@ -6,7 +6,7 @@ CuPy cannot take over) is None here, and the host reads it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,73 +19,148 @@ _COLUMNS = ("int32", "int64")
 
 
 @dataclass(frozen=True, eq=False)
+class SourceLayout:
+    """All that matters of a mask's arrays but where they are; sources alike have one object.
+
+    Attributes:
+        form: ``"dense"``, ``"packed"``, ``"lists"`` or ``"csr"``.
+        operands: shapes, strides and dtypes of the arrays, with all their leading axes; neither
+            addresses nor owners.
+        axes: (batch, heads) of the arrays.
+        num_blocks: (nq, nk).
+        rows: rows of blocks over all heads.
+        device: CUDA device ordinal.
+    """
+
+    form: str
+    operands: tuple[interop.Operand, ...]
+    axes: tuple[int, int]
+    num_blocks: tuple[int, int]
+    rows: int
+    device: int
+
+
+@dataclass(eq=False, slots=True)
 class DeviceSource:
     """A mask's arrays in the memory of one GPU.
 
     Attributes:
-        form: ``"dense"``, ``"packed"``, ``"lists"`` or ``"csr"``.
-        values: dense (B, H, nq, nk) bytes, of which those that are not 0 keep; packed
-            (B, H, nq, ceil(nk / 8)) bytes; lists (B, H, nq, K) columns; csr (nnz,) columns.
-        bounds: lists: (B, H, nq) counts; csr: (rows + 1,) offsets; else None.
-        axes: (batch, heads) of the arrays.
-        num_blocks: (nq, nk).
+        layout: what they look like.
+        arrays: dense: (B, H, nq, nk) bytes, of which those that are not 0 keep; packed:
+            (B, H, nq, ceil(nk / 8)) bytes; lists: (B, H, nq, K) columns, and (B, H, nq) counts;
+            csr: (nnz,) columns, and (rows + 1,) offsets. B and H may be missing.
+        pointers: their addresses.
     """
 
-    form: str
-    values: interop.Operand
-    bounds: interop.Operand | None
-    axes: tuple[int, int]
-    num_blocks: tuple[int, int]
+    layout: SourceLayout
+    arrays: tuple[Any, ...]
+    pointers: tuple[int, ...]
 
     @property
-    def device(self) -> int:
-        """CUDA device ordinal."""
-        return self.values.device
+    def axes(self) -> tuple[int, int]:
+        """(batch, heads) of the arrays."""
+        return self.layout.axes
 
     @property
-    def rows(self) -> int:
-        """Rows of blocks over all heads."""
-        return self.axes[0] * self.axes[1] * self.num_blocks[0]
+    def num_blocks(self) -> tuple[int, int]:
+        """(nq, nk)."""
+        return self.layout.num_blocks
 
 
 def dense(mask: Any) -> DeviceSource | None:
     """A block map of bytes."""
-    values = _array(mask, 2, _BYTES)
-    if values is None:
-        return None
-    batch, heads, nq, nk = values.shape
-    return DeviceSource("dense", values, None, (batch, heads), (nq, nk))
+    return _source(("dense",), (mask,), _read_dense)
 
 
 def packed(bits: Any, num_blocks: tuple[int, int]) -> DeviceSource | None:
     """A block map of eight columns a byte."""
-    values = _array(bits, 2, ("uint8",))
-    if values is None or values.shape[2:] != (num_blocks[0], -(-num_blocks[1] // 8)):
-        return None
-    return DeviceSource("packed", values, None, (values.shape[0], values.shape[1]), num_blocks)
+    return _source(("packed", num_blocks), (bits,), _read_packed)
 
 
 def lists(indices: Any, counts: Any, num_kv_blocks: int) -> DeviceSource | None:
     """Padded lists of columns."""
-    values, bounds = _array(indices, 2, _COLUMNS), _array(counts, 1, _COLUMNS)
-    if values is None or bounds is None or num_kv_blocks < 0:
-        return None
-    if values.device != bounds.device or bounds.shape != values.shape[:3]:
-        return None
-    batch, heads, nq, _ = values.shape
-    return DeviceSource("lists", values, bounds, (batch, heads), (nq, num_kv_blocks))
+    return _source(("lists", num_kv_blocks), (indices, counts), _read_lists)
 
 
 def csr(
     indptr: Any, indices: Any, axes: tuple[int, int], num_blocks: tuple[int, int]
 ) -> DeviceSource | None:
     """A flat CSR over all rows."""
+    return _source(("csr", axes, num_blocks), (indices, indptr), _read_csr)
+
+
+def _source(
+    kind: tuple[Any, ...], arrays: tuple[Any, ...], read: Callable[..., DeviceSource | None]
+) -> DeviceSource | None:
+    """What ``read`` makes of arrays; those that are like earlier ones are not looked at again."""
+    alike = tuple([interop.alike(array) for array in arrays])
+    if None in alike:
+        return read(*arrays, *kind[1:])
+    key = kind, alike
+    layout = _layouts.get(key)
+    if layout is not None:
+        pointers = tuple([interop.address(array) or 0 for array in arrays])
+        return DeviceSource(layout, arrays, pointers)
+    made = read(*arrays, *kind[1:])
+    if made is not None:
+        if len(_layouts) >= _MOST_LAYOUTS:
+            _layouts.clear()
+        _layouts[key] = made.layout
+    return made
+
+
+_layouts: dict[Any, SourceLayout] = {}
+_MOST_LAYOUTS = 256
+
+
+def _read_dense(mask: Any) -> DeviceSource | None:
+    values = _array(mask, 2, _BYTES)
+    if values is None:
+        return None
+    batch, heads, nq, nk = values.shape
+    return _made("dense", (values,), (batch, heads), (nq, nk))
+
+
+def _read_packed(bits: Any, num_blocks: tuple[int, int]) -> DeviceSource | None:
+    values = _array(bits, 2, ("uint8",))
+    if values is None or values.shape[2:] != (num_blocks[0], -(-num_blocks[1] // 8)):
+        return None
+    return _made("packed", (values,), (values.shape[0], values.shape[1]), num_blocks)
+
+
+def _read_lists(indices: Any, counts: Any, num_kv_blocks: int) -> DeviceSource | None:
+    values, bounds = _array(indices, 2, _COLUMNS), _array(counts, 1, _COLUMNS)
+    if values is None or bounds is None or num_kv_blocks < 0:
+        return None
+    if values.device != bounds.device or bounds.shape != values.shape[:3]:
+        return None
+    batch, heads, nq, _ = values.shape
+    return _made("lists", (values, bounds), (batch, heads), (nq, num_kv_blocks))
+
+
+def _read_csr(
+    indices: Any, indptr: Any, axes: tuple[int, int], num_blocks: tuple[int, int]
+) -> DeviceSource | None:
     values, bounds = _array(indices, None, _COLUMNS), _array(indptr, None, _COLUMNS)
     if values is None or bounds is None or values.device != bounds.device:
         return None
     if len(values.shape) != 1 or bounds.shape != (axes[0] * axes[1] * num_blocks[0] + 1,):
         return None
-    return DeviceSource("csr", values, bounds, axes, num_blocks)
+    return _made("csr", (values, bounds), axes, num_blocks)
+
+
+def _made(
+    form: str,
+    operands: tuple[interop.Operand, ...],
+    axes: tuple[int, int],
+    num_blocks: tuple[int, int],
+) -> DeviceSource:
+    # Nothing that is remembered may keep a caller's memory.
+    bare = tuple(replace(operand, pointer=0, owner=None) for operand in operands)
+    rows = axes[0] * axes[1] * num_blocks[0]
+    layout = SourceLayout(form, bare, axes, num_blocks, rows, operands[0].device)
+    owners = tuple(operand.owner for operand in operands)
+    return DeviceSource(layout, owners, tuple(operand.pointer for operand in operands))
 
 
 def _array(array: Any, rank: int | None, dtypes: Sequence[str]) -> interop.Operand | None:

@@ -46,7 +46,7 @@ class DeviceArray:
         self.nbytes, self.size = view.nbytes, view.size
         self.device = SimpleNamespace(id=ORDINAL)
         pointer = view.ctypes.data
-        self.data = SimpleNamespace(ptr=pointer, memset_async=self._memset)
+        self.data = SimpleNamespace(ptr=pointer)
         self.__cuda_array_interface__ = {"version": 3}
 
     def __getitem__(self, key: Any) -> DeviceArray:
@@ -73,10 +73,6 @@ class DeviceArray:
 
     def get(self) -> NDArray[Any]:
         return self._view.copy()
-
-    def _memset(self, value: int, nbytes: int) -> None:
-        assert nbytes == self.nbytes
-        self._gpu.do(lambda: ctypes.memset(self.data.ptr, value, nbytes))
 
 
 DeviceArray.__module__ = "cupy"
@@ -309,6 +305,7 @@ class EmulatedGpu(Emulator):
                 getDeviceCount=lambda: 1,
                 getDeviceProperties=lambda device: properties,
                 memcpyAsync=self._copy,
+                memsetAsync=self._memset,
                 CUDARuntimeError=EmulationError,
             ),
         )
