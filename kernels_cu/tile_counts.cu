@@ -13,8 +13,8 @@ __device__ __forceinline__ void tile_counts(const TilesParams& p) {
   if (tile >= p.tiles) return;
   const TileRows rows = tile_rows(p, tile);
   const u32* bitmap = bitmap_rows(p, rows);
-  const int most = ceil_div(p.kv_block, p.slot);
-  const int missing = most - ceil_div(p.skv - (p.nk - 1) * p.kv_block, p.slot);
+  const int most = fragments_of(p, p.kv_block);
+  const int missing = most - fragments_of(p, p.skv - (p.nk - 1) * p.kv_block);
   Classes count{};
   for (int index = lane; index < p.words; index += 32) {
     const ClassWords words = class_words(p, rows, bitmap, index);
@@ -27,9 +27,9 @@ __device__ __forceinline__ void tile_counts(const TilesParams& p) {
     count.first += fragments(words.first);
     count.second += fragments(words.second);
   }
-  count.both = warp_sum(count.both);
-  count.first = warp_sum(count.first);
-  count.second = warp_sum(count.second);
+  count.both = __reduce_add_sync(kAllLanes, count.both);
+  count.first = __reduce_add_sync(kAllLanes, count.first);
+  count.second = __reduce_add_sync(kAllLanes, count.second);
   if (lane != 0) return;
   const Layout list = lay_out(p, count);
   const int steps = list.both_steps + list.first_steps + list.second_steps;

@@ -1,5 +1,6 @@
-// Every tile's list of fragments, a warp a tile, and the records of the tasks, a thread a task
-// (common/tiles.cuh). grid = CTAs for all tiles; what does not fit an output is not written.
+// The records of the tasks, a thread a task, and every tile's list of fragments, a warp a tile
+// (common/tiles.cuh). grid = CTAs for all tasks that there is room for, then CTAs for all tiles, so
+// that nobody waits for one before the other; what does not fit an output is not written.
 //
 // Shared memory: 2 KB a warp for the entries of 32 words of the bitmap.
 #pragma once
@@ -8,27 +9,29 @@
 
 namespace tessera {
 
-__device__ __forceinline__ void write_tasks(const TilesParams& p) {
-  const i64 count = p.counts[kTasks];
-  const i64 threads = static_cast<i64>(gridDim.x) * blockDim.x;
-  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += threads) {
-    const Turn turn = p.turns[i];
-    const HeadTile of = head_tile(p, turn.pair);
-    const TileRows rows = tile_rows(p, of.tile);
-    const int steps = p.tile_steps[of.tile];
-    Task task;
-    task.head = of.head;
+__device__ __forceinline__ void write_task(const TilesParams& p, int i) {
+  if (i >= p.counts[kTasks]) return;
+  const Turn turn = p.turns[i];
+  const HeadTile of = head_tile(p, turn.pair);
+  const int steps = p.tile_steps[of.tile];
+  Task task;
+  task.frag_count = p.tile_frags[of.tile];
+  task.frag_begin = p.frag_offsets[of.tile];
+  const TileRows rows = tile_rows(p, of.tile);
+  task.head = of.head;
+  task.begin = 0;
+  task.end = steps;
+  task.slot = -1;
+  if (turn.parts > 1) {
     task.begin = part_begin(steps, turn.parts, turn.part);
     task.end = part_begin(steps, turn.parts, turn.part + 1);
-    task.slot = turn.parts > 1 ? p.pair_slots[turn.pair] + turn.part : -1;
-    task.flags = 0;
-    task.first_row = rows.first;
-    task.rows = rows.rows;
-    task.frag_count = p.tile_frags[of.tile];
-    task.frag_begin = p.frag_offsets[of.tile];
-    task.units = -1;
-    p.tasks[i] = task;
+    task.slot = p.pair_slots[turn.pair] + turn.part;
   }
+  task.flags = 0;
+  task.first_row = rows.first;
+  task.rows = rows.rows;
+  task.units = -1;
+  p.tasks[i] = task;
 }
 
 // One tile's list as it is written.
@@ -36,6 +39,7 @@ struct ListWriter {
   u64* frags;  // of the tile's list
   i32 room;    // fragments that the output has from there on
   i32 per_step;
+  Divisor by_per_step;
 
   __device__ __forceinline__ void put(int index, u32 start, u32 info) const {
     if (index < room) frags[index] = static_cast<u64>(info) << 32 | start;
@@ -43,10 +47,11 @@ struct ListWriter {
   // Step and place of fragment i of a half's class, which is in the half's step i / per_step: such
   // steps follow those of both, and take turns with the `other` half's, to which the first belongs.
   __device__ __forceinline__ int alone(int both_steps, int i, int other, int late) const {
-    const int step = i / per_step;
+    const int step = i / by_per_step;
     return (both_steps + step + min(step + late, other)) * per_step + i - step * per_step;
   }
   __device__ __forceinline__ void pad(int begin, int end) const {
+#pragma unroll 1
     for (int i = begin + (threadIdx.x & 31); i < end; i += 32) put(i, 0, 0);
   }
 };
@@ -57,33 +62,35 @@ __device__ __forceinline__ void append_bits(u16* list, u32 word, int base) {
 }
 
 // A lane takes a word of the bitmap, and a warp the entries of its 32 words class by class.
-template <int kWarps>
-__device__ __forceinline__ void tile_fragments(const TilesParams& p) {
-  extern __shared__ __align__(1024) u8 dynamic_smem[];
-  constexpr int kEntries = 32 * 32;
-  write_tasks(p);
+__device__ __forceinline__ void write_list(const TilesParams& p, int tile, u16* entries) {
   const int lane = threadIdx.x & 31;
-  const int tile = blockIdx.x * kWarps + (threadIdx.x >> 5);
-  if (tile >= p.tiles) return;
-  u16* entries = reinterpret_cast<u16*>(dynamic_smem) + (threadIdx.x >> 5) * kEntries;
   const TileRows rows = tile_rows(p, tile);
   const u32* bitmap = bitmap_rows(p, rows);
-  const Layout list = lay_out(p, p.classes[tile]);
+  const Classes counted = p.classes[tile];
   const i64 begin = p.frag_offsets[tile];
   const i64 room = p.frag_capacity - begin;
   const ListWriter writer{reinterpret_cast<u64*>(p.frags) + begin,
                           room < 0            ? 0
                           : room < 0x7fffffff ? static_cast<i32>(room)
                                               : 0x7fffffff,
-                          p.per_step};
-  const int most = ceil_div(p.kv_block, p.slot);
+                          p.per_step, p.by_per_step};
+  const int most = fragments_of(p, p.kv_block);
+  // Where no block lies in both halves and each half has one, a class says who its members are.
+  const bool halves = p.share && rows.blocks == 2 && 2 * p.q_block == p.tile_rows;
+  const bool known = halves || rows.blocks == 1;
+  const u32 of_block = block_members(p, rows, 0);
+  const u32 of_next = halves ? block_members(p, rows, 1) : 0;
 
+  Layout list{};
   // Entries of the classes so far.
   int both = 0;
   int first = 0;
   int second = 0;
+#pragma unroll 1
   for (int base = 0; base < p.words; base += 32) {
     const ClassWords words = class_words(p, rows, bitmap, base + lane);
+    // Only here, so that the first words do not wait for the counts.
+    if (base == 0) list = lay_out(p, counted);
     const int counts = __popc(words.both) | __popc(words.first) << 16;
     const int upto = warp_scan(counts);
     const int second_upto = warp_scan(__popc(words.second));
@@ -97,16 +104,22 @@ __device__ __forceinline__ void tile_fragments(const TilesParams& p) {
     append_bits(entries + halves_begin + second_upto - __popc(words.second), words.second,
                 lane * 32);
     __syncwarp();
+#pragma unroll 1
     for (int k = lane; k < here; k += 32) {
       const int entry = entries[k];
-      const u32* word = bitmap + base + (entry >> 5);
-      u32 members = 0;
-#pragma unroll 4
-      for (int s = 0; s < rows.blocks; ++s) {
-        if (word[s * p.words] >> (entry & 31) & 1) members |= block_members(p, rows, s);
-      }
       const bool of_second = k >= halves_begin;
       const bool of_half = k >= both_here;
+      u32 members = 0;
+      if (known) {
+        members = !halves     ? of_block
+                  : of_second ? of_next
+                  : of_half   ? of_block
+                              : of_block | of_next;
+      } else {
+        each_block(p, rows, bitmap + base + (entry >> 5), [&](int s, u32 word) {
+          if (word >> (entry & 31) & 1) members |= block_members(p, rows, s);
+        });
+      }
       const int rank = k + (of_second ? second - halves_begin : of_half ? first - both_here : both);
       // The first `kept` fragments of a half stay in its steps; the others, and both's, follow
       // each other from `moved` on.
@@ -115,6 +128,7 @@ __device__ __forceinline__ void tile_fragments(const TilesParams& p) {
       const int other = of_second ? list.first_steps : list.second_steps;
       const int start = (base * 32 + entry) * p.kv_block;
       const int width = min(p.kv_block, p.skv - start);
+#pragma unroll 1
       for (int j = 0; j * p.slot < width; ++j) {
         const int i = rank * most + j;
         const int place =
@@ -137,6 +151,21 @@ __device__ __forceinline__ void tile_fragments(const TilesParams& p) {
   };
   pad_half(list.first, list.first_steps, list.second_steps, 0);
   pad_half(list.second, list.second_steps, list.first_steps, 1);
+}
+
+template <int kWarps>
+__device__ __forceinline__ void tile_fragments(const TilesParams& p) {
+  extern __shared__ __align__(1024) u8 dynamic_smem[];
+  constexpr int kEntries = 32 * 32;
+  const int task_ctas = ceil_div(p.task_capacity, kWarps * 32);
+  const int block = blockIdx.x;
+  if (block < task_ctas) {
+    write_task(p, block * kWarps * 32 + threadIdx.x);
+    return;
+  }
+  const int warp = threadIdx.x >> 5;
+  const int tile = (block - task_ctas) * kWarps + warp;
+  if (tile < p.tiles) write_list(p, tile, reinterpret_cast<u16*>(dynamic_smem) + warp * kEntries);
 }
 
 }  // namespace tessera

@@ -2,6 +2,17 @@
 // organization.organize makes with longest and split, in one CTA. Also the merge arrays and the
 // counts.
 //
+// One CTA can hide nothing: its time is that of a chain of reads, barriers and instructions met for
+// the first time, which come from L2 as data does. So loops are not unrolled unless reads gain by
+// it, a warp takes one part of an array however long that is, and no thread divides by a number
+// that the host knows. A barrier ends each of:
+//   1  the sums of each warp's tiles: fragments, steps
+//   2  where the lists begin; the tasks of each warp's pairs by the bucket of their length
+//   3  tasks of each warp's buckets; 4  where each bucket of each warp's pairs begins
+//   5  the turns in order
+//   6  the last round's numbers; 7  its parts
+//   8  if any pair is cut: the sums of each warp's pairs; then the merge arrays
+//
 // Shared memory: TileScanStorage.
 #pragma once
 
@@ -17,22 +28,31 @@ inline constexpr int kMostParts = 4;
 
 // Lengths are compared by the 1/16-wide bucket that they are in: how many edges they reach.
 inline constexpr int kBuckets = 256;
-struct Edges {
-  i32 at[kBuckets];
-};
-constexpr Edges make_edges() {
-  Edges edges{};
-  int edge = 1;
-  for (int i = 0; i < kBuckets; ++i) {
-    edges.at[i] = edge;
-    edge = edge * 17 / 16 > edge ? edge * 17 / 16 : edge + 1;
-  }
-  return edges;
+inline constexpr int kTabled = 2048;  // lengths below it are looked up
+__host__ __device__ constexpr int next_edge(int edge) {
+  return edge * 17 / 16 > edge ? edge * 17 / 16 : edge + 1;
 }
-__device__ constexpr Edges kEdges = make_edges();
+struct alignas(16) BucketTable {
+  u8 of[kTabled];
+  int next_edge;  // the first edge past them
+};
+constexpr BucketTable make_buckets() {
+  BucketTable table{};
+  int edge = 1;
+  int bucket = 0;
+  for (int length = 0; length < kTabled; ++length) {
+    for (; edge <= length; edge = next_edge(edge)) ++bucket;
+    table.of[length] = static_cast<u8>(bucket);
+  }
+  table.next_edge = edge;
+  return table;
+}
+inline constexpr BucketTable kTable = make_buckets();
+__device__ constexpr BucketTable kBucketTable = kTable;
 
 // Turns of the last round are fewer than the CTAs that run at a time.
 inline constexpr int kMaxCapacity = 4096;
+inline constexpr int kChoices = kMostParts - kFewestParts + 1;
 
 template <int kWarps>
 struct TileScanStorage {
@@ -40,49 +60,86 @@ struct TileScanStorage {
     u32 bucket[kWarps][kBuckets];  // tasks of each warp's pairs; then the place of the next one
     Turn last[kMaxCapacity];
   };
-  i32 edges[kBuckets];
+  u8 bucket_of[kTabled];
   i64 sums[kWarps];
-  i32 group_tasks[kWarps];
+  i64 steps[kWarps];
+  i32 tasks[kWarps];
+  i32 cuts[kChoices][kWarps];  // turns of a warp to cut, for each number of parts
   // For each number of parts: turns to cut, the longest of those, the longest of the others.
-  i32 choices[kMostParts - kFewestParts + 1][3];
+  i32 cut_turns[kChoices];
+  i32 longest_cut[kChoices];
+  i32 longest_left[kChoices];
   i32 any_cut;
 };
 
-// Exclusive sums of load(0), load(1), ... go to store(index, sum). Returns the total.
-// load and store are called by all threads in turn, and a warp's lanes have neighbouring indices.
-template <int kWarps, typename Load, typename Store>
-__device__ __forceinline__ i64 scan_all(i64 (&sums)[kWarps], int count, Load load, Store store) {
-  constexpr int kRun = 4;  // of a lane at a time; 8 spill on some architectures
+// Sum over the lanes of numbers from 0 to 2^43.
+__device__ __forceinline__ i64 warp_total(i64 value) {
+  const u32 low = __reduce_add_sync(kAllLanes, static_cast<u32>(value) & 0xffffu);
+  const u32 high = __reduce_add_sync(kAllLanes, static_cast<u32>(value >> 16));
+  return (static_cast<i64>(high) << 16) + low;
+}
+
+// A warp's part of an array, taken 128 numbers at a time, four a lane.
+struct Part {
+  i32 begin;
+  i32 end;
+};
+
+template <int kWarps>
+__device__ __forceinline__ Part part_of_warp(int count) {
+  const int length = ceil_div(count, 128 * kWarps) * 128;
+  const int begin = min(count, static_cast<int>(threadIdx.x >> 5) * length);
+  return {begin, min(count, begin + length)};
+}
+
+// Four numbers of an array that begins at a multiple of 16 bytes; 0 past its part's end.
+__device__ __forceinline__ int4 four(const i32* array, int index, int end) {
+  if (index + 4 <= end) return *reinterpret_cast<const int4*>(array + index);
+  int4 values = make_int4(0, 0, 0, 0);
+  if (index < end) values.x = array[index];
+  if (index + 1 < end) values.y = array[index + 1];
+  if (index + 2 < end) values.z = array[index + 2];
+  return values;
+}
+
+__device__ __forceinline__ i64 sum_of(int4 values) {
+  return static_cast<i64>(values.x) + values.y + values.z + values.w;
+}
+
+// What the warps before the own one have, and all of them.
+struct Sums {
+  i64 before;
+  i64 all;
+};
+
+template <int kWarps>
+__device__ __forceinline__ Sums sums_of(const i64 (&sums)[kWarps]) {
   static_assert(kWarps == 32, "one lane for each warp's sum");
   const int lane = threadIdx.x & 31;
-  const int warp = threadIdx.x >> 5;
-  i64 done = 0;
-  for (int base = 0; base < count; base += kWarps * 32 * kRun) {
-    const int begin = base + warp * 32 * kRun + lane;
-    i32 before[kRun];
-#pragma unroll
-    for (int j = 0; j < kRun; ++j) before[j] = begin + 32 * j < count ? load(begin + 32 * j) : 0;
-    i32 total = 0;
-#pragma unroll
-    for (int j = 0; j < kRun; ++j) {
-      // Most pairs are not cut, and then there is nothing to add up.
-      const bool any = __any_sync(kAllLanes, before[j] != 0);
-      const i32 upto = any ? warp_scan(before[j]) : 0;
-      before[j] = total + upto - before[j];
-      total += __shfl_sync(kAllLanes, upto, 31);
+  const i64 sum = sums[lane];
+  return {warp_total(lane < static_cast<int>(threadIdx.x >> 5) ? sum : 0), warp_total(sum)};
+}
+
+// Exclusive sums of a part's numbers go to store(index, sum, number), from `before` on.
+template <typename Load, typename Store>
+__device__ __forceinline__ void scan_part(Part part, i64 before, Load load, Store store) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (int base = part.begin; base < part.end; base += 128) {
+    const int index = base + 4 * lane;
+    const int4 values = load(index);
+    const i32 sum = values.x + values.y + values.z + values.w;
+    // Most pairs are not cut, and then there is nothing to add up.
+    const i32 upto = __any_sync(kAllLanes, sum != 0) ? warp_scan(sum) : 0;
+    i64 next = before + upto - sum;
+#pragma unroll 1
+    for (int j = 0; j < 4 && index + j < part.end; ++j) {
+      const i32 value = j == 0 ? values.x : j == 1 ? values.y : j == 2 ? values.z : values.w;
+      store(index + j, next, value);
+      next += value;
     }
-    if (lane == 0) sums[warp] = total;
-    __syncthreads();
-    const i64 upto = warp_scan(sums[lane]);
-    const i64 start = done + __shfl_sync(kAllLanes, upto, warp) - total;
-#pragma unroll
-    for (int j = 0; j < kRun; ++j) {
-      if (begin + 32 * j < count) store(begin + 32 * j, start + before[j]);
-    }
-    done += __shfl_sync(kAllLanes, upto, 31);
-    __syncthreads();
+    before += __shfl_sync(kAllLanes, upto, 31);
   }
-  return done;
 }
 
 __device__ __forceinline__ int pair_steps(const TilesParams& p, int pair) {
@@ -93,11 +150,14 @@ __device__ __forceinline__ int part_steps(int steps, int parts, int part) {
   return parts == 1 ? steps : part_begin(steps, parts, part + 1) - part_begin(steps, parts, part);
 }
 
-__device__ __forceinline__ int bucket_of(const i32 (&edges)[kBuckets], int steps) {
-  int bucket = 0;
-#pragma unroll
-  for (int step = kBuckets / 2; step > 0; step /= 2) {
-    if (edges[bucket + step - 1] <= steps) bucket += step;
+__device__ __forceinline__ int bucket_of(const u8 (&table)[kTabled], int steps) {
+  int bucket = table[min(steps, kTabled - 1)];
+  if (steps >= kTabled) {
+#pragma unroll 1
+    for (int edge = kTable.next_edge; edge <= steps && bucket < kBuckets - 1;) {
+      ++bucket;
+      edge = next_edge(edge);
+    }
   }
   return bucket;
 }
@@ -105,7 +165,7 @@ __device__ __forceinline__ int bucket_of(const i32 (&edges)[kBuckets], int steps
 // A warp visits the tasks of pairs [begin, end) in order, 32 at a time, all lanes together:
 // visit(on, turn, key). parts_or_key(pair) is the number of parts of a pair that is cut, or ~key.
 template <typename PartsOrKey, typename Visit>
-__device__ __forceinline__ void each_task(const TilesParams& p, const i32 (&edges)[kBuckets],
+__device__ __forceinline__ void each_task(const TilesParams& p, const u8 (&table)[kTabled],
                                           int begin, int end, PartsOrKey parts_or_key,
                                           Visit visit) {
   const int lane = threadIdx.x & 31;
@@ -126,7 +186,7 @@ __device__ __forceinline__ void each_task(const TilesParams& p, const i32 (&edge
       int key = ~value;
       if (cut) {
         owner = 0;
-#pragma unroll
+#pragma unroll 1
         for (int step = 16; step > 0; step /= 2) {
           if (__shfl_sync(kAllLanes, upto, owner + step - 1) <= index) owner += step;
         }
@@ -134,7 +194,7 @@ __device__ __forceinline__ void each_task(const TilesParams& p, const i32 (&edge
         part = index - (__shfl_sync(kAllLanes, upto, owner) - parts);
         key = ~__shfl_sync(kAllLanes, value, owner);
         if (parts > 1 && index < total) {
-          key = bucket_of(edges, part_steps(pair_steps(p, base + owner), parts, part));
+          key = bucket_of(table, part_steps(pair_steps(p, base + owner), parts, part));
         }
       }
       visit(index < total, Turn{base + owner, static_cast<u16>(part), static_cast<u16>(parts)},
@@ -148,85 +208,101 @@ __device__ __forceinline__ void each_task(const TilesParams& p, const i32 (&edge
 template <int kWarps>
 __device__ __forceinline__ int order_turns(const TilesParams& p, TileScanStorage<kWarps>& shared,
                                            int limit) {
+  static_assert(kWarps == 32, "one lane for each warp's tasks");
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   const u32 lower_lanes = (1u << lane) - 1;
-  // Several warps share a group of heads, or a warp takes a group, and another in the next round.
-  const int groups = ceil_div(p.pairs, p.group_pairs);
-  const int ways = max(1, kWarps / max(1, groups));
-  const int segment = ceil_div(ceil_div(p.group_pairs, ways), 32) * 32;
+  // 2^w warps share a group of heads, or a warp takes a group, and another in the next round.
+  const int ways_log2 = max(0, __clz(p.groups - 1) - 27);
+  const int ways = 1 << ways_log2;
+  const int segment = (((p.group_pairs + ways - 1) >> ways_log2) + 31) & -32;
+  // Numbers that a thread adds up: of each way, in `columns` buckets, from the longest on.
+  constexpr int kRead = 4;
+  const int columns = max(1, kBuckets / 32 >> ways_log2);
+  const int column = (threadIdx.x & (32 * ways - 1)) * columns;
+  const int numbers = column < kBuckets ? columns * ways : 0;
+  static_assert(kBuckets / 32 % kRead == 0, "no number is left over");
   u32(&bucket)[kBuckets] = shared.bucket[warp];
+  auto tasks_of = [&](int number) -> u32& {
+    return shared.bucket[(warp & -ways) + (number & (ways - 1))]
+                        [kBuckets - 1 - column - (number >> ways_log2)];
+  };
   int done = 0;
-  for (int first_group = 0; first_group < groups; first_group += kWarps / ways) {
-    const int group = first_group + warp / ways;
-    const bool works = warp / ways < kWarps / ways && group < groups;
+#pragma unroll 1
+  for (int first_group = 0; first_group < p.groups; first_group += kWarps >> ways_log2) {
+    const int group = first_group + (warp >> ways_log2);
+    const bool works = group < p.groups;
     const int end_of_group = works ? min(p.pairs, (group + 1) * p.group_pairs) : 0;
-    const int begin = works ? group * p.group_pairs + warp % ways * segment : 0;
+    const int begin = works ? group * p.group_pairs + (warp & (ways - 1)) * segment : 0;
     const int end = min(begin + segment, end_of_group);
 
+#pragma unroll 1
     for (int i = lane; i < kBuckets; i += 32) bucket[i] = 0;
-    if (lane == 0) shared.group_tasks[warp] = 0;
     __syncwarp();
-    each_task(
-        p, shared.edges, begin, end,
-        [&](int pair) {
-          const int steps = pair_steps(p, pair);
-          // Tiles up to half above the limit stay whole.
-          const bool cut = 2 * steps > 3 * limit;
-          const int value = cut ? ceil_div(steps, limit) : ~bucket_of(shared.edges, steps);
-          if (cut) shared.any_cut = 1;
-          p.pair_slots[pair] = value;
-          return value;
-        },
-        [&](bool on, Turn, int key) {
-          if (on) atomicAdd(&bucket[key], 1u);
-        });
-    __syncthreads();
-
-    // The first warp of a group: longest first, and inside a bucket in the order of pairs.
-    if (works && warp % ways == 0) {
-      u32 place = 0;
-      for (int i = 0; i < kBuckets; i += 32) {
-        const int index = kBuckets - 1 - i - lane;
-        u32 total = 0;
-        for (int way = 0; way < ways; ++way) total += shared.bucket[warp + way][index];
-        const u32 upto = warp_scan(total);
-        u32 next = place + upto - total;
-        for (int way = 0; way < ways; ++way) {
-          const u32 count = shared.bucket[warp + way][index];
-          shared.bucket[warp + way][index] = next;
-          next += count;
-        }
-        place += __shfl_sync(kAllLanes, upto, 31);
-      }
-      if (lane == 0) shared.group_tasks[warp / ways] = place;
-    }
-    __syncthreads();
-
-    const int tasks = shared.group_tasks[lane];
-    const int upto = warp_scan(tasks);
-    const int group_lane = min(warp / ways, 31);
-    const int group_begin = done + __shfl_sync(kAllLanes, upto - tasks, group_lane);
-    each_task(
-        p, shared.edges, begin, end, [&](int pair) { return p.pair_slots[pair]; },
-        [&](bool on, Turn turn, int key) {
-          u32 same = __ballot_sync(kAllLanes, on);
+    // Counted first, then placed, by the same code: it is met for the first time only once.
+#pragma unroll 1
+    for (int placing = 0; placing < 2; ++placing) {
+      each_task(
+          p, shared.bucket_of, begin, end,
+          [&](int pair) {
+            const int steps = pair_steps(p, pair);
+            // Tiles up to half above the limit stay whole.
+            const bool cut = 2 * steps > 3 * limit;
+            const int value = cut ? ceil_div(steps, limit) : ~bucket_of(shared.bucket_of, steps);
+            if (placing == 0) {
+              if (cut) shared.any_cut = 1;
+              p.pair_slots[pair] = value;
+            }
+            return value;
+          },
+          [&](bool on, Turn turn, int key) {
+            if (placing == 0) {
+              if (on) atomicAdd(&bucket[key], 1u);
+              return;
+            }
+            u32 same = __ballot_sync(kAllLanes, on);
 #pragma unroll
-          for (int bit = 1; bit < kBuckets; bit *= 2) {
-            const u32 set = __ballot_sync(kAllLanes, (key & bit) != 0);
-            same &= key & bit ? set : ~set;
-          }
-          const u32 place = on ? bucket[key] + __popc(same & lower_lanes) : 0;
-          __syncwarp();
-          if (on) {
-            if ((same & lower_lanes) == 0) bucket[key] += __popc(same);
-            const i64 index = static_cast<i64>(group_begin) + place;
-            if (index < p.task_capacity) p.turns[index] = turn;
-          }
-          __syncwarp();
-        });
-    done += __shfl_sync(kAllLanes, upto, 31);
-    __syncthreads();
+            for (int bit = 1; bit < kBuckets; bit *= 2) {
+              const u32 set = __ballot_sync(kAllLanes, (key & bit) != 0);
+              same &= key & bit ? set : ~set;
+            }
+            const u32 place = on ? bucket[key] + __popc(same & lower_lanes) : 0;
+            __syncwarp();
+            if (on) {
+              if ((same & lower_lanes) == 0) bucket[key] += __popc(same);
+              if (place < static_cast<u32>(p.task_capacity)) p.turns[place] = turn;
+            }
+            __syncwarp();
+          });
+      __syncthreads();
+      if (placing != 0) break;
+
+      // Longest first, and inside a bucket in the order of pairs.
+      u32 total = 0;
+#pragma unroll 1
+      for (int i = 0; i < numbers; i += kRead) {
+#pragma unroll
+        for (int j = 0; j < kRead; ++j) total += tasks_of(i + j);
+      }
+      const u32 upto = warp_scan(total);
+      if (lane == 31) shared.tasks[warp] = upto;
+      __syncthreads();
+      const u32 tasks = shared.tasks[lane];
+      u32 next = done + __reduce_add_sync(kAllLanes, lane < warp ? tasks : 0) + upto - total;
+      done += __reduce_add_sync(kAllLanes, tasks);
+#pragma unroll 1
+      for (int i = 0; i < numbers; i += kRead) {
+        u32 count[kRead];
+#pragma unroll
+        for (int j = 0; j < kRead; ++j) count[j] = tasks_of(i + j);
+#pragma unroll
+        for (int j = 0; j < kRead; ++j) {
+          tasks_of(i + j) = next;
+          next += count[j];
+        }
+      }
+      __syncthreads();
+    }
   }
   return done;
 }
@@ -237,83 +313,144 @@ template <int kWarps>
 __device__ __forceinline__ int cut_last_round(const TilesParams& p, TileScanStorage<kWarps>& shared,
                                               int turns) {
   const int lane = threadIdx.x & 31;
-  const int rest = turns % p.capacity;
-  const int first = turns - rest;
-  const int last_group = (p.pairs - 1) / p.group_pairs * p.group_pairs;
+  const int warp = threadIdx.x >> 5;
+  const int first = turns / p.by_capacity * p.capacity;
+  const int rest = turns - first;
+  const int last_group = (p.groups - 1) * p.group_pairs;
   auto may_cut = [&](Turn turn, int steps, int parts) {
     return turn.parts == 1 && turn.pair >= last_group && steps >= parts * kMinPartSteps;
   };
+  // A warp takes neighbouring turns; for most capacities 32 of them, and most warps none.
+  const int length = ceil_div(rest, 32 * kWarps) * 32;
+  const int begin = min(rest, warp * length);
+  const int end = min(rest, begin + length);
 
-  for (int i = threadIdx.x; i < rest; i += kWarps * 32) shared.last[i] = p.turns[first + i];
+  if (begin < end) {
+    int count[kChoices]{};
+    int longest_cut[kChoices]{};
+    int longest_left[kChoices]{};
 #pragma unroll 1
-  for (int parts = kFewestParts; parts <= kMostParts; ++parts) {
-    int count = 0;
-    int longest_cut = 0;
-    int longest_left = 0;
-    for (int i = threadIdx.x; i < rest; i += kWarps * 32) {
-      const Turn turn = shared.last[i];
-      const int length = part_steps(pair_steps(p, turn.pair), turn.parts, turn.part);
-      const bool cut = may_cut(turn, length, parts);
-      count += cut;
-      longest_cut = max(longest_cut, cut ? length : 0);
-      longest_left = max(longest_left, cut ? 0 : length);
+    for (int i = begin + lane; i < end; i += 32) {
+      const Turn turn = p.turns[first + i];
+      shared.last[i] = turn;
+      const int steps = part_steps(pair_steps(p, turn.pair), turn.parts, turn.part);
+#pragma unroll
+      for (int k = 0; k < kChoices; ++k) {
+        const bool cut = may_cut(turn, steps, kFewestParts + k);
+        count[k] += cut;
+        longest_cut[k] = max(longest_cut[k], cut ? steps : 0);
+        longest_left[k] = max(longest_left[k], cut ? 0 : steps);
+      }
     }
-    count = warp_sum(count);
-    longest_cut = warp_max(longest_cut);
-    longest_left = warp_max(longest_left);
-    i32(&choice)[3] = shared.choices[parts - kFewestParts];
-    if (lane == 0) {
-      atomicAdd(&choice[0], count);
-      atomicMax(&choice[1], longest_cut);
-      atomicMax(&choice[2], longest_left);
+    __syncwarp();
+    // A lane for each number.
+    int mine = 0;
+#pragma unroll
+    for (int k = 0; k < kChoices; ++k) {
+      const int cuts = __reduce_add_sync(kAllLanes, count[k]);
+      const int cut = __reduce_max_sync(kAllLanes, longest_cut[k]);
+      const int left = __reduce_max_sync(kAllLanes, longest_left[k]);
+      mine = lane == k ? cuts : lane == kChoices + k ? cut : lane == 2 * kChoices + k ? left : mine;
+    }
+    if (lane < kChoices) {
+      shared.cuts[lane][warp] = mine;
+      atomicAdd(&shared.cut_turns[lane], mine);
+    } else if (lane < 2 * kChoices) {
+      atomicMax(&shared.longest_cut[lane - kChoices], mine);
+    } else if (lane < 3 * kChoices) {
+      atomicMax(&shared.longest_left[lane - 2 * kChoices], mine);
     }
   }
   __syncthreads();
 
-  const int longest = max(shared.choices[0][1], shared.choices[0][2]);
+  const int longest = max(shared.longest_cut[0], shared.longest_left[0]);
   int time = longest;
   int parts = 1;
   int cuts = 0;
-#pragma unroll 1
-  for (int k = kFewestParts; k <= kMostParts; ++k) {
-    const i32(&choice)[3] = shared.choices[k - kFewestParts];
-    const int rounds = ceil_div(rest - choice[0] + k * choice[0], p.capacity);
-    const int one_part = ceil_div(choice[1], k);
-    const int end = max(one_part, choice[2]) + (rounds - 1) * one_part;
-    if (end < time && 10 * (longest - end) >= longest) {
-      time = end;
-      parts = k;
-      cuts = choice[0];
+#pragma unroll
+  for (int k = 0; k < kChoices; ++k) {
+    const int count = kFewestParts + k;
+    // Turns are fewer than kMostParts for each CTA.
+    const int all = rest + (count - 1) * shared.cut_turns[k];
+    int rounds = 0;
+#pragma unroll
+    for (int full = 0; full < kMostParts; ++full) rounds += all > full * p.capacity;
+    const int one_part = ceil_div(shared.longest_cut[k], count);
+    const int end_of_round = max(one_part, shared.longest_left[k]) + (rounds - 1) * one_part;
+    if (end_of_round < time && 10 * (longest - end_of_round) >= longest) {
+      time = end_of_round;
+      parts = count;
+      cuts = shared.cut_turns[k];
     }
   }
   const int total = turns + (parts - 1) * cuts;
-  // One warp moves the others up and puts the parts behind them, in order.
-  if (parts > 1 && total <= p.task_capacity && threadIdx.x < 32) {
-    const u32 lower_lanes = (1u << lane) - 1;
-    int stays = first;
-    int goes = turns - cuts;
-    for (int base = 0; base < rest; base += 32) {
-      const bool on = base + lane < rest;
-      const Turn turn = on ? shared.last[base + lane] : Turn{};
-      const bool cut = on && may_cut(turn, pair_steps(p, turn.pair), parts);
-      const u32 cut_lanes = __ballot_sync(kAllLanes, cut);
-      const u32 other_lanes = __ballot_sync(kAllLanes, on && !cut);
-      if (cut) {
-        const int place = goes + __popc(cut_lanes & lower_lanes) * parts;
-        for (int part = 0; part < parts; ++part) {
-          p.turns[place + part] = {turn.pair, static_cast<u16>(part), static_cast<u16>(parts)};
+  // The others move up, and the parts come behind them, in order.
+  if (parts > 1 && total <= p.task_capacity) {
+    if (begin < end) {
+      const u32 lower_lanes = (1u << lane) - 1;
+      const int cuts_before =
+          __reduce_add_sync(kAllLanes, lane < warp ? shared.cuts[parts - kFewestParts][lane] : 0);
+      int stays = first + begin - cuts_before;
+      int goes = turns - cuts + cuts_before * parts;
+#pragma unroll 1
+      for (int base = begin; base < end; base += 32) {
+        const bool on = base + lane < end;
+        const Turn turn = on ? shared.last[base + lane] : Turn{};
+        const bool cut = on && may_cut(turn, pair_steps(p, turn.pair), parts);
+        const u32 cut_lanes = __ballot_sync(kAllLanes, cut);
+        const u32 other_lanes = __ballot_sync(kAllLanes, on && !cut);
+        if (cut) {
+          const int place = goes + __popc(cut_lanes & lower_lanes) * parts;
+#pragma unroll 1
+          for (int part = 0; part < parts; ++part) {
+            p.turns[place + part] = {turn.pair, static_cast<u16>(part), static_cast<u16>(parts)};
+          }
+          p.pair_slots[turn.pair] = parts;
+        } else if (on) {
+          p.turns[stays + __popc(other_lanes & lower_lanes)] = turn;
         }
-        p.pair_slots[turn.pair] = parts;
-      } else if (on) {
-        p.turns[stays + __popc(other_lanes & lower_lanes)] = turn;
+        stays += __popc(other_lanes);
+        goes += __popc(cut_lanes) * parts;
       }
-      stays += __popc(other_lanes);
-      goes += __popc(cut_lanes) * parts;
     }
-    if (lane == 0) shared.any_cut = 1;
+    if (threadIdx.x == 0) shared.any_cut = 1;
   }
   __syncthreads();
   return total;
+}
+
+// Slots of the pairs that are cut, and the merge arrays. Slots follow the pairs, not the launch
+// order: merging reads them from first to last. Returns the merged tiles in the upper half word,
+// their parts in the lower.
+template <int kWarps>
+__device__ __forceinline__ i64 place_slots(const TilesParams& p, TileScanStorage<kWarps>& shared) {
+  const int lane = threadIdx.x & 31;
+  const Part part = part_of_warp<kWarps>(p.pairs);
+  auto counted = [](i32 parts) { return parts > 0 ? parts + 0x10000 : 0; };
+  auto load = [&](int index) {
+    const int4 parts = four(p.pair_slots, index, part.end);
+    return make_int4(counted(parts.x), counted(parts.y), counted(parts.z), counted(parts.w));
+  };
+  i64 sum = 0;
+#pragma unroll 1
+  for (int i = part.begin + 4 * lane; i < part.end; i += 128) sum += sum_of(load(i));
+  sum = warp_total(sum);
+  if (lane == 0) shared.sums[threadIdx.x >> 5] = sum;
+  __syncthreads();
+  const Sums sums = sums_of(shared.sums);
+  scan_part(part, sums.before, load, [&](int pair, i64 before, i32 parts) {
+    if (parts == 0) return;
+    const int merge = static_cast<int>(before >> 16);
+    const int slot = static_cast<int>(before & 0xffff);
+    p.pair_slots[pair] = slot;
+    if (merge < p.merge_capacity) {
+      const HeadTile of = head_tile(p, pair);
+      p.merge_head[merge] = of.head;
+      p.merge_tile[merge] = of.tile;
+      p.merge_offsets[merge] = slot;
+    }
+  });
+  return sums.all;
 }
 
 template <int kWarps>
@@ -321,71 +458,71 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
   extern __shared__ __align__(1024) u8 dynamic_smem[];
   TileScanStorage<kWarps>& shared = *reinterpret_cast<TileScanStorage<kWarps>*>(dynamic_smem);
   const int thread = threadIdx.x;
-  for (int i = thread; i < kBuckets; i += kWarps * 32) shared.edges[i] = kEdges.at[i];
-  if (thread < 3 * (kMostParts - kFewestParts + 1)) shared.choices[thread / 3][thread % 3] = 0;
+  const int lane = thread & 31;
+  const Part part = part_of_warp<kWarps>(p.tiles);
+  if (thread < kTabled / 16) {
+    reinterpret_cast<uint4*>(shared.bucket_of)[thread] =
+        reinterpret_cast<const uint4*>(kBucketTable.of)[thread];
+  }
+  if (thread < kChoices) {
+    shared.cut_turns[thread] = shared.longest_cut[thread] = shared.longest_left[thread] = 0;
+  }
   if (thread == 0) shared.any_cut = 0;
 
+  i64 frags = 0;
   i64 steps = 0;
-  const i64 frags = scan_all(
-      shared.sums, p.tiles,
-      [&](int tile) {
-        steps += p.tile_steps[tile];
-        return p.tile_frags[tile];
-      },
-      [&](int tile, i64 before) { p.frag_offsets[tile] = before; });
-  steps = warp_sum(steps);
-  if ((thread & 31) == 0) shared.sums[thread >> 5] = steps;
+#pragma unroll 2
+  for (int i = part.begin + 4 * lane; i < part.end; i += 128) {
+    frags += sum_of(four(p.tile_frags, i, part.end));
+    steps += sum_of(four(p.tile_steps, i, part.end));
+  }
+  frags = warp_total(frags);
+  steps = warp_total(steps);
+  if (lane == 0) {
+    shared.sums[thread >> 5] = frags;
+    shared.steps[thread >> 5] = steps;
+  }
   __syncthreads();
+  const Sums sums = sums_of(shared.sums);
+  scan_part(
+      part, sums.before, [&](int index) { return four(p.tile_frags, index, part.end); },
+      [&](int tile, i64 before, i32) { p.frag_offsets[tile] = before; });
   // Heads that share a mask head have its tiles each.
-  const i64 all_steps = warp_sum(shared.sums[thread & 31]) * (p.pairs / max(1, p.tiles));
-  __syncthreads();
+  i64 all_steps = warp_total(shared.steps[lane]);
+  if (p.pairs != p.tiles) all_steps *= p.pairs / max(1, p.tiles);
 
-  bool fits = frags <= p.frag_capacity;
+  bool fits = sums.all <= p.frag_capacity;
   int turns = 0;
-  i64 cut = 0;  // merged tiles in the upper half word, their parts in the lower
+  i64 cut = 0;
   if (fits) {
-    const i64 share = static_cast<i64>(kPartsPerCta) * p.capacity;
-    const i64 fair = (all_steps + share - 1) / share;
-    const int limit = fair > kMinPartSteps ? static_cast<int>(fair) : kMinPartSteps;
+    const u32 share = static_cast<u32>(kPartsPerCta * p.capacity);
+    const u64 rounded = static_cast<u64>(all_steps) + share - 1;
+    const u64 of_part = rounded / kPartsPerCta;
+    const u64 fair =
+        of_part >> 31 == 0 ? static_cast<int>(of_part) / p.by_capacity : rounded / share;
+    const int limit = max(kMinPartSteps, static_cast<int>(fair));
     turns = order_turns<kWarps>(p, shared, limit);
     fits = turns <= p.task_capacity;
     if (fits && p.pairs > p.capacity) {
       turns = cut_last_round<kWarps>(p, shared, turns);
       fits = turns <= p.task_capacity;
     }
-    // Slots follow the pairs, not the launch order: merging reads them from first to last.
     if (fits && shared.any_cut) {
-      cut = scan_all(
-          shared.sums, p.pairs,
-          [&](int pair) {
-            const i32 parts = p.pair_slots[pair];
-            return parts > 0 ? parts + 0x10000 : 0;
-          },
-          [&](int pair, i64 before) {
-            if (p.pair_slots[pair] <= 0) return;
-            const int merge = static_cast<int>(before >> 16);
-            const int slot = static_cast<int>(before & 0xffff);
-            p.pair_slots[pair] = slot;
-            if (merge < p.merge_capacity) {
-              const HeadTile of = head_tile(p, pair);
-              p.merge_head[merge] = of.head;
-              p.merge_tile[merge] = of.tile;
-              p.merge_offsets[merge] = slot;
-            }
-          });
+      cut = place_slots<kWarps>(p, shared);
       fits = cut >> 16 <= p.merge_capacity;
     }
   }
   if (thread != 0) return;
-  p.frag_offsets[p.tiles] = frags;
+  p.frag_offsets[p.tiles] = sums.all;
   const i64 merges = fits ? cut >> 16 : 0;
   const i64 slots = fits ? cut & 0xffff : 0;
   p.merge_offsets[merges] = static_cast<i32>(slots);
-  p.counts[kFragments] = frags;
+  p.counts[kFragments] = sums.all;
   p.counts[kTasks] = fits ? turns : 0;
   p.counts[kMerges] = merges;
   p.counts[kSlots] = slots;
   p.counts[kErrors] = fits ? 0 : kCapacity;
+#pragma unroll
   for (int i = kErrors + 1; i < kStamp; ++i) p.counts[i] = 0;
   p.counts[kStamp] = p.stamp;
 }

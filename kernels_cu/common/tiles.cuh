@@ -15,7 +15,7 @@
 //   tile_counts     a warp a tile: fragments of each class, length and steps of the list.
 //   tile_scan       one CTA: where each list begins; tasks in launch order (longest first inside
 //                   each group of heads, split, last round), merge arrays, counts.
-//   tile_fragments  a warp a tile: the list; a thread a task: the record.
+//   tile_fragments  a thread a task: the record, in CTAs of their own; a warp a tile: the list.
 // An output that is too small is flagged in the counts; then there are no tasks, and nothing is
 // written past any output's end.
 //
@@ -41,6 +41,18 @@ struct alignas(8) Turn {
   u16 part;
   u16 parts;
 };
+
+// Division of 0 to 2^31 - 1 by a number that the host knows: floor(n / d) is
+// (n * multiplier) >> (31 + shift). A division of the GPU's own is 20 to 40 instructions.
+struct alignas(8) Divisor {
+  u32 multiplier;
+  u32 shift;
+};
+
+__device__ __forceinline__ int operator/(int n, Divisor d) {
+  const u64 product = static_cast<u64>(2u * static_cast<u32>(n)) * d.multiplier;
+  return static_cast<int>(static_cast<u32>(product >> 32) >> d.shift);
+}
 
 struct TilesParams {
   const u32* bitmap;
@@ -82,6 +94,14 @@ struct TilesParams {
   i32 mask_heads;
   i32 group_pairs;  // pairs of the heads that L2 holds together
   i32 capacity;     // CTAs of the attention kernel that run at a time
+  i32 groups;       // of pairs; the last may be smaller
+  // What its name says.
+  Divisor by_head_tiles;
+  Divisor by_q_heads;
+  Divisor by_parts;
+  Divisor by_slot;
+  Divisor by_per_step;
+  Divisor by_capacity;
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -98,21 +118,6 @@ __device__ __forceinline__ T warp_scan(T value) {
   return value;
 }
 
-template <typename T>
-__device__ __forceinline__ T warp_sum(T value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
-  return value;
-}
-
-__device__ __forceinline__ int warp_max(int value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    value = max(value, __shfl_xor_sync(kAllLanes, value, step));
-  }
-  return value;
-}
-
 // Which rows a tile has: of a mask head, `blocks` query blocks from `block` on.
 struct TileRows {
   i32 head;
@@ -123,13 +128,19 @@ struct TileRows {
 };
 
 __device__ __forceinline__ TileRows tile_rows(const TilesParams& p, int tile) {
-  const int head = tile / p.head_tiles;
+  const int head = tile / p.by_head_tiles;
   const int index = tile - head * p.head_tiles;
-  const int block = index / p.parts * p.joined;
-  const int lead = index % p.parts * p.tile_rows;
+  const int whole = index / p.by_parts;
+  const int block = whole * p.joined;
+  const int lead = (index - whole * p.parts) * p.tile_rows;
   const int first = block * p.q_block + lead;
   const int most = min(p.tile_rows, p.joined * p.q_block - lead);
   return {head, block, min(p.joined, p.nq - block), first, min(most, p.sq - first)};
+}
+
+// Fragments of so many columns of a block.
+__device__ __forceinline__ int fragments_of(const TilesParams& p, int columns) {
+  return (columns + p.slot - 1) / p.by_slot;
 }
 
 // Membership word of the tile's query block s.
@@ -144,6 +155,25 @@ __device__ __forceinline__ const u32* bitmap_rows(const TilesParams& p, const Ti
   return p.bitmap + (static_cast<i64>(tile.head) * p.nq + tile.block) * p.words;
 }
 
+// What `take` is given of each of a tile's query blocks: its number, and 32 columns of its row of
+// the bitmap, of which `word` is the first block's. Four reads at a time do not wait for each
+// other.
+template <typename Take>
+__device__ __forceinline__ void each_block(const TilesParams& p, const TileRows& tile,
+                                           const u32* word, Take take) {
+  constexpr int kReads = 4;
+#pragma unroll 1
+  for (int s = 0; s < tile.blocks; s += kReads) {
+    u32 words[kReads];
+#pragma unroll
+    for (int j = 0; j < kReads; ++j) words[j] = s + j < tile.blocks ? word[(s + j) * p.words] : 0;
+#pragma unroll
+    for (int j = 0; j < kReads; ++j) {
+      if (s + j < tile.blocks) take(s + j, words[j]);
+    }
+  }
+}
+
 // 32 block columns of a tile's list, by class.
 struct ClassWords {
   u32 both;
@@ -156,12 +186,12 @@ __device__ __forceinline__ ClassWords class_words(const TilesParams& p, const Ti
   const u32 first_half = (1u << (p.tile_rows / (2 * kGroupRows))) - 1;
   u32 in_first = 0;
   u32 in_second = 0;
-#pragma unroll 4
-  for (int s = 0; s < tile.blocks; ++s) {
-    const u32 members = block_members(p, tile, s);
-    const u32 word = index < p.words ? rows[s * p.words + index] : 0;
-    if (!p.share || (members & first_half) != 0) in_first |= word;
-    if (!p.share || (members & ~first_half) != 0) in_second |= word;
+  if (index < p.words) {
+    each_block(p, tile, rows + index, [&](int s, u32 word) {
+      const u32 members = block_members(p, tile, s);
+      if (!p.share || (members & first_half) != 0) in_first |= word;
+      if (!p.share || (members & ~first_half) != 0) in_second |= word;
+    });
   }
   return {in_first & in_second, in_first & ~in_second, in_second & ~in_first};
 }
@@ -182,13 +212,13 @@ __device__ __forceinline__ Layout lay_out(const TilesParams& p, const Classes& c
   const int per_step = p.per_step;
   Layout list{};
   list.both = count.both;
-  list.both_steps = count.both / per_step;
+  list.both_steps = count.both / p.by_per_step;
   const int both_rest = count.both - list.both_steps * per_step;
   list.both_steps += both_rest > 0;
   if (!p.share) return list;
   const int room = both_rest > 0 ? per_step - both_rest : 0;
-  list.first_steps = count.first / per_step;
-  list.second_steps = count.second / per_step;
+  list.first_steps = count.first / p.by_per_step;
+  list.second_steps = count.second / p.by_per_step;
   const int first_rest = count.first - list.first_steps * per_step;
   const int second_rest = count.second - list.second_steps * per_step;
   // Steps that the rests add to those of both.
@@ -226,9 +256,10 @@ struct HeadTile {
 };
 
 __device__ __forceinline__ HeadTile head_tile(const TilesParams& p, int pair) {
-  const int head = pair / p.head_tiles;
-  const int batch = p.mask_batch > 1 ? head / p.q_heads : 0;
-  const int of_batch = p.mask_heads > 1 ? head % p.q_heads : 0;
+  const int head = pair / p.by_head_tiles;
+  const int of_request = head / p.by_q_heads;
+  const int batch = p.mask_batch > 1 ? of_request : 0;
+  const int of_batch = p.mask_heads > 1 ? head - of_request * p.q_heads : 0;
   const int mask_head = batch * p.mask_heads + of_batch;
   return {head, mask_head * p.head_tiles + (pair - head * p.head_tiles)};
 }

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy import BlockMask
 from tessera_cupy.kernels import room
-from tessera_cupy.kernels.builders import TILE_COUNTS, TILES_PARAMS, TileBuild
+from tessera_cupy.kernels.builders import TILE_COUNTS, TILES_PARAMS, TileBuild, divisor
 from tessera_cupy.kernels.cache import default_cache
 from tessera_cupy.kernels.catalog import TILE_KERNELS, builder
 from tessera_cupy.kernels.launch import packed_fragments, packed_tasks
@@ -271,6 +271,50 @@ def test_tiles_of_several_warps_of_the_scan(run: Runner) -> None:
     blocks = random_blocks(10, 4, 400, 9)
     for _ in range(8):
         check(run, Request(masked(blocks, (16, 16)), "retain", (64, 64)), blocks)
+
+
+def test_lists_longer_than_the_table_of_buckets(run: Runner) -> None:
+    rng = np.random.default_rng(11)
+    blocks = np.zeros((1, 9, 5000), np.bool_)
+    lengths = [2047, 2048, 2060, 2100, 2200, 2300, 3000, 4000, 5000]
+    for row, length in zip(blocks[0], rng.permutation(lengths), strict=True):
+        row[:length] = True
+    device = DeviceModel(sms=1, ctas_per_sm=1, l2_bytes=0)
+    request = Request(masked(blocks, (64, 64)), "retain", (64, 64), device=device)
+    tasks = check(run, request, blocks)
+    whole = tasks.task_slot < 0
+    assert (tasks.task_end - tasks.task_begin)[whole].max() == 5000
+    assert whole.all()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 5, 16, 17, 32, 33])
+def test_groups_of_any_number(run: Runner, groups: int) -> None:
+    blocks = random_blocks(groups, groups, 37, 24)
+    tasks = check(run, Request(masked(blocks, (64, 64)), "retain", (64, 64)), blocks)
+    assert len(tasks) >= 37 * groups
+
+
+def test_last_round_of_more_turns_than_threads(run: Runner) -> None:
+    blocks = np.zeros((1, 9000, 18), np.bool_)
+    lengths = np.repeat([14, 16, 18], [500, 5000, 3500])
+    for row, length in zip(blocks[0], np.random.default_rng(12).permutation(lengths), strict=True):
+        row[:length] = True
+    device = DeviceModel(sms=2600, ctas_per_sm=1, l2_bytes=1 << 20)
+    request = Request(masked(blocks, (64, 64)), "retain", (64, 64), device=device)
+    tasks = check(run, request, blocks)
+    # The last 1200 are those of 14 steps, which stay whole, and 700 of 16.
+    assert len(tasks) == 9000 + 700
+    assert (tasks.task_slot[-1400:] >= 0).all()
+
+
+def test_divisors_are_exact() -> None:
+    rng = np.random.default_rng(13)
+    for number in (1, 2, 3, 5, 7, 12, 24, 132, 450, 641, 2**20 + 7, 2**30, 2**31 - 1):
+        shift, multiplier = divmod(divisor(number), 2**32)
+        assert shift < 32
+        near = rng.integers(1, 2**31 // number + 1, 1000) * number
+        for value in {0, 1, 2**31 - 1, *(near - 1).tolist(), *near.clip(max=2**31 - 1).tolist()}:
+            assert (2 * value * multiplier >> 32) >> shift == value // number
 
 
 def test_more_groups_of_heads_than_warps(run: Runner) -> None:
