@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tessera_cupy import gpus, interop
@@ -20,7 +19,7 @@ from tessera_cupy.masks import BlockMask
 from tessera_cupy.plan import Plan
 from tessera_cupy.prepared import Prepared, prepare
 from tessera_cupy.regimes import PlanSpec, Table
-from tessera_cupy.request import ArraySpec, make_request
+from tessera_cupy.request import ArraySpec, Request, make_request
 
 
 def make_plan(
@@ -72,9 +71,7 @@ def make_plan(
     request = make_request(mask, q, k, v, layout=layout, arch=target, on_gpu=gpu)
     if arch is not None:
         device = None
-    regime = checked_regime(regime)
-    with _counting(mask, regime, device, q, None):
-        return Plan(mask, prepare(mask, request, regime, device))
+    return Plan(mask, _prepared(mask, request, checked_regime(regime), device, q, None))
 
 
 def block_sparse_attention(
@@ -145,9 +142,8 @@ def block_sparse_attention(
         if prepared is None or prepared.version != mask.version:
             if prepared is not None:
                 plans.prepared.clear()  # all are of the same version
-            regime = checked_regime(regime)
-            with _counting(mask, regime, device, q, stream):
-                prepared = plans.prepared[key] = prepare(mask, request, regime, device)
+            prepared = _prepared(mask, request, checked_regime(regime), device, q, stream)
+            plans.prepared[key] = prepared
     plan = Plan(mask, prepared)
     return plan.run_checked(call, q, k, v, sm_scale, out, return_lse, stream)
 
@@ -190,10 +186,16 @@ def _forget(ref: _Ref) -> None:
     del _plans[ref.key]
 
 
-def _counting(
-    mask: BlockMask, regime: str | PlanSpec | Table, device: int | None, q: Any, stream: Any
-) -> AbstractContextManager[None]:
-    """Where a plan is chosen: on the call's stream, if a GPU has to count the mask."""
-    if device is None or mask.source is None or isinstance(regime, PlanSpec):
-        return nullcontext()
-    return interop.on_stream(stream, (q,), device)
+def _prepared(
+    mask: BlockMask,
+    request: Request,
+    regime: str | PlanSpec | Table,
+    device: int | None,
+    q: Any,
+    stream: Any,
+) -> Prepared:
+    """Choose a plan: on the call's stream, if a GPU has to count the mask."""
+    if device is None or isinstance(regime, PlanSpec) or mask.source is None:
+        return prepare(mask, request, regime, device)
+    with interop.on_stream(stream, (q,), device):
+        return prepare(mask, request, regime, device)

@@ -177,7 +177,7 @@ class Plan:
                 launch.attend(packed, plan, 0, copies)
                 stages = Stages(cupy.cuda.get_current_stream())
                 if made_there:
-                    plan = prepared.make(self.mask, device, mark=stages.mark)
+                    plan = prepared.make(self.mask, device, stages.mark)
                 launch.attend(packed, plan, 0, copies, stages.mark)
                 times.append(stages.ms())
             host = {} if made_there else prepared.host_ms(self.mask)

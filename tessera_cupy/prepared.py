@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tessera_cupy import gpus
 from tessera_cupy.choice import PlanChoice, checked_regime, choose
@@ -139,7 +137,7 @@ class Prepared:
             kernels += device_build.kernels(source, self.request.arch.name)
             if not all(launch.is_loaded(kernel, device) for kernel in kernels):
                 launch.refuse_capture()
-            plan = self.make(mask, device, capturing=True)
+            plan = self._make(source, sizes, stream, capturing=True)
             # The plan may be chosen anew, or end, before the mask's last replay.
             keep_while(mask, plan)
             self._captured.append((device, plan))
@@ -150,29 +148,39 @@ class Prepared:
             kept.used(found, device)
             found.uses.wait(stream)
             return found
-        plan = self._on_device[device] = self.make(mask, device)
-        kept.keep(plan, device, self._forgetting(device))
+        plan = self._on_device[device] = self._make(source, sizes, stream)
+        kept.keep(plan, device, self)
         return plan
 
-    def make(
-        self, mask: BlockMask, device: int, *, capturing: bool = False, mark: Mark | None = None
-    ) -> DevicePlan:
+    def make(self, mask: BlockMask, device: int, mark: Mark) -> DevicePlan:
         """Let the GPU make the arrays, on the current stream; they are not kept here."""
         import cupy
 
         source, sizes = mask.source, self._sizes(mask, device)
         assert source is not None
         assert sizes is not None
+        return self._make(source, sizes, cupy.cuda.get_current_stream(), mark=mark)
+
+    def _make(
+        self,
+        source: DeviceSource,
+        sizes: TileBuild,
+        stream: Any,
+        *,
+        capturing: bool = False,
+        mark: Mark = launch.unmarked,
+    ) -> DevicePlan:
         counted, self._counted = self._counted, None
-        if counted and (capturing or not counted[0].on(cupy.cuda.get_current_stream())):
+        if counted and (capturing or not counted[0].on(stream)):
             counted = None
         return device_build.build(
             source,
             sizes,
             self.request.arch.name,
+            stream,
             counted=counted,
             capturing=capturing,
-            mark=mark or launch.unmarked,
+            mark=mark,
         )
 
     def makes(self, mask: BlockMask, device: int) -> bool:
@@ -222,15 +230,9 @@ class Prepared:
             self._counted = self._tiles = self._tasks = None
             self._on_device.clear()
 
-    def _forgetting(self, device: int) -> Callable[[], None]:
-        ref = weakref.ref(self)
-
-        def forget() -> None:
-            owner = ref()
-            if owner is not None:
-                owner._on_device.pop(device, None)
-
-        return forget
+    def forget(self, device: int) -> None:
+        """Drop the arrays on a GPU; they are made again when they are needed."""
+        self._on_device.pop(device, None)
 
 
 def prepare(

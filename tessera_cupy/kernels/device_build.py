@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,12 +136,14 @@ def _launch_state(
         copies = [contiguous(device_operand(array, "mask")) for array in source.arrays]
         pointers = tuple(copy.pointer for copy in copies)
     cupy.cuda.runtime.memsetAsync(base + launch.scalars, 0, 8 * len(MASK_SCALARS), stream)
-    bounds = pointers[1] if len(pointers) > 1 else 0
-    params = _STATE_PATCH(
-        launch.params, pointers[0], bounds, *[base + offset for offset in launch.offsets]
-    )
+    key = (pointers, base)
+    params = launch.placed.get(key)
+    if params is None:
+        if len(launch.placed) >= _MOST_ADDRESSES:
+            launch.placed.clear()
+        params = launch.placed[key] = (launch.place(pointers, base),)
     kernel = load(launch.config, source.layout.device)
-    kernel(launch.grid, launch.threads, (params,), shared_mem=launch.smem_bytes)
+    kernel(launch.grid, launch.threads, params, shared_mem=launch.smem_bytes)
     mark("mask state")
     return copies
 
@@ -150,7 +152,7 @@ def _launch_state(
 class _StateLaunch:
     """A launch of ``mask_state`` on arrays at any addresses.
 
-    ``offsets`` are those of the bitmap, row_count, scalars and partials in the arena.
+    ``offsets`` are those of the bitmap, row_count and scalars in the arena.
     """
 
     config: KernelConfig
@@ -163,6 +165,13 @@ class _StateLaunch:
     offsets: tuple[int, ...]
     params: bytes
     copied: bool
+    placed: dict[Any, tuple[NDArray[Any]]] = field(default_factory=dict)
+
+    def place(self, pointers: tuple[int, ...], base: int) -> NDArray[Any]:
+        """The params for arrays and an allocation at some addresses."""
+        bounds = pointers[1] if len(pointers) > 1 else 0
+        outputs = [base + offset for offset in self.offsets]
+        return _STATE_PATCH(self.params, pointers[0], bounds, *outputs)
 
 
 @lru_cache(maxsize=256)
@@ -172,7 +181,7 @@ def _state_launch(layout: SourceLayout, arch: str, sms: int) -> _StateLaunch:
     config = builder(arch, f"mask_state_{layout.form}")
     rows, nk = layout.rows, layout.num_blocks[1]
     grid = mask_state_grid(config, rows, sms)
-    arena = state_arena(rows, nk, grid)
+    arena = state_arena(rows, nk)
     inner = 0 if layout.form == "csr" else 1
     stride = _stride(values, inner)
     fits = stride is not None and (bounds is None or _stride(bounds, 0) is not None)
@@ -202,7 +211,7 @@ def _state_launch(layout: SourceLayout, arch: str, sms: int) -> _StateLaunch:
     )
 
 
-_STATE_ARRAYS = ("bitmap", "row_count", "scalars", "partials")
+_STATE_ARRAYS = ("bitmap", "row_count", "scalars")
 _STATE_PATCH = Patch(MASK_STATE_PARAMS, "values", "bounds", *_STATE_ARRAYS)
 
 
@@ -210,17 +219,19 @@ def build(
     source: DeviceSource,
     sizes: TileBuild,
     arch: str,
+    stream: Any,
     *,
     counted: tuple[MaskState, int] | None = None,
     capturing: bool = False,
     mark: Mark = unmarked,
 ) -> DevicePlan:
-    """Launch all that makes a plan, on the current stream of the mask's device.
+    """Launch all that makes a plan, on the mask's device.
 
     Args:
         source: the mask's arrays.
         sizes: the build; the room for its lists is chosen here.
         arch: architecture of the device.
+        stream: CuPy's current stream.
         counted: the mask's state, made on this stream, and the number of its active blocks, where
             the host knows them, and so what the lists need.
         capturing: whether a CUDA graph captures the stream; its replays may see other masks.
@@ -231,65 +242,56 @@ def build(
     """
     import cupy
 
-    stream = cupy.cuda.get_current_stream()
     if not capturing:
         collect()
-    held: tuple[Any, ...]
     nnz = None if counted is None else counted[1]
     room = lists_room(sizes, nnz)
     launch = _build_launch(sizes, room, arch)
-    layout = launch.layout
+    nbytes = launch.layout.arena.nbytes
+    held: tuple[Any, ...]
     # One allocation holds all: of its parts, the lists take nearly all.
     if counted is None:
         of_state = _state_launch(source.layout, arch, sizes.device.sms)
         with pool_may_grow() if capturing else _NOTHING:
-            memory = cupy.empty(layout.arena.nbytes + of_state.arena.nbytes, np.uint8)
+            memory = cupy.empty(nbytes + of_state.arena.nbytes, np.uint8)
             base = memory.data.ptr
-            behind = base + layout.arena.nbytes
+            behind = base + nbytes
             copies = _launch_state(of_state, source, behind, stream.ptr, mark)
         bitmap = behind + of_state.bitmap
         scalars = Part(behind + of_state.scalars, 8 * len(MASK_SCALARS))
         held = (memory, *copies) if capturing else (memory,)
     else:
-        memory = cupy.empty(layout.arena.nbytes, np.uint8)
+        memory = cupy.empty(nbytes, np.uint8)
         base = memory.data.ptr
         state = counted[0]
         bitmap, scalars = state.bitmap, state.scalars
         held = (memory, *state.memory)
-    stamp = next(_stamps)
-    params = (layout.params(bitmap, base, stamp),)
+    placed = launch.at(base, bitmap)
+    stamp, params = placed.stamp, placed.params
+    if capturing:
+        # Until it is replayed, the counts may be those of an earlier plan at this address.
+        stamp = next(_stamps)
+        params = (launch.layout.params(bitmap, base, stamp),)
     for config, grid, threads, smem_bytes in launch.kernels:
         kernel = load(config, source.layout.device)
         kernel(grid, threads, params, shared_mem=smem_bytes)
         mark(config.kernel)
-    parts = launch.parts_at(base)
     may_overflow = nnz is None and room < launch.most_fragments
-    need = watch(sizes, parts["counts"]) if may_overflow and not capturing else None
+    need = watch(sizes, placed.counts) if may_overflow and not capturing else None
+    uses = Uses(stream)
     plan = DevicePlan(
-        task_count=launch.task_capacity,
-        slot_log2=launch.slot_log2,
-        merge_count=launch.merge_capacity,
-        slots=launch.slot_capacity,
-        tasks=parts["tasks"],
-        tile_q=parts["tile_q"],
-        fragments=parts["frags"],
-        merge_head=parts["merge_head"],
-        merge_tile=parts["merge_tile"],
-        merge_offsets=parts["merge_offsets"],
-        counts=parts["counts"],
-        units=None,
-        frag_bits=None,
-        bits=None,
-        uses=Uses(stream),
-        scalars=scalars,
-        stamp=stamp,
-        may_overflow=may_overflow,
-        need=need,
+        *placed.arrays,
+        uses,
+        placed.counts,
+        scalars,
+        stamp,
+        may_overflow,
+        need,
         structs=launch.structs,
     )
-    release_with(plan, plan.uses, held)
+    release_with(plan, uses, held)
     if not capturing:
-        plan.uses.filled(stream)
+        uses.filled(stream)
     return plan
 
 
@@ -300,30 +302,68 @@ _NOTHING = nullcontext()
 class _BuildLaunch:
     """The launches of the tile kernels for one build.
 
-    ``structs`` are shared by its plans, as the pool gives them the same few addresses.
+    What follows from addresses is kept, as the pool gives the plans the same few; so ``structs``
+    are shared by all of them. ``numbers`` are those that a :class:`DevicePlan` begins with.
     """
 
     layout: BuildLayout
     kernels: list[tuple[KernelConfig, tuple[int], tuple[int], int]]
-    task_capacity: int
-    merge_capacity: int
-    slot_capacity: int
-    slot_log2: int
+    numbers: tuple[int, int, int, int]
     most_fragments: int
     structs: dict[Any, Any] = field(default_factory=dict)
-    _parts: dict[int, dict[str, Part]] = field(default_factory=dict)
+    _placed: dict[tuple[int, int], _Placed] = field(default_factory=dict)
 
-    def parts_at(self, base: int) -> dict[str, Part]:
-        """The arrays of an allocation at an address."""
-        parts = self._parts.get(base)
-        if parts is None:
-            if len(self._parts) >= _MOST_ADDRESSES:
-                self._parts.clear()
-            parts = self._parts[base] = self.layout.parts(base)
-        return parts
+    def at(self, base: int, bitmap: int) -> _Placed:
+        """What follows from the addresses of an allocation and of a bitmap."""
+        key = (base, bitmap)
+        placed = self._placed.get(key)
+        if placed is None:
+            if len(self._placed) >= _MOST_ADDRESSES:
+                self._placed.clear()
+            placed = self._placed[key] = _place(self.layout, self.numbers, base, bitmap)
+        return placed
 
 
 _MOST_ADDRESSES = 64
+
+
+class _Placed(NamedTuple):
+    """A build at some addresses.
+
+    Attributes:
+        params: of the tile kernels.
+        stamp: in the params.
+        counts: where the counts go.
+        arrays: what a :class:`DevicePlan` begins with, up to ``merge_offsets``.
+    """
+
+    params: tuple[NDArray[Any]]
+    stamp: int
+    counts: Part
+    arrays: _Arrays
+
+
+_Arrays = tuple[int, int, int, int, Part, Part, None, Part, None, None, Part, Part, Part]
+
+
+def _place(
+    layout: BuildLayout, numbers: tuple[int, int, int, int], base: int, bitmap: int
+) -> _Placed:
+    stamp = next(_stamps)
+    parts = layout.parts(base)
+    arrays = (
+        *numbers,
+        parts["tasks"],
+        parts["tile_q"],
+        None,
+        parts["frags"],
+        None,
+        None,
+        parts["merge_head"],
+        parts["merge_tile"],
+        parts["merge_offsets"],
+    )
+    return _Placed((layout.params(bitmap, base, stamp),), stamp, parts["counts"], arrays)
 
 
 def _build_launch(sizes: TileBuild, room: int, arch: str) -> _BuildLaunch:
@@ -335,10 +375,12 @@ def _build_launch(sizes: TileBuild, room: int, arch: str) -> _BuildLaunch:
         launch = _BuildLaunch(
             BuildLayout(made),
             [(c, (made.grid(c),), (c.warps * 32,), c.smem_bytes) for c in configs],
-            made.task_capacity,
-            made.merge_capacity,
-            made.slot_capacity,
-            int(math.log2(made.shape.slot)),
+            (
+                made.task_capacity,
+                int(math.log2(made.shape.slot)),
+                made.merge_capacity,
+                made.slot_capacity,
+            ),
             made.most_fragments,
         )
         if len(_builds) >= _MOST_BUILDS:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from tessera_cupy.kernels.launch import DevicePlan
@@ -15,75 +14,77 @@ if TYPE_CHECKING:
 KEPT_BYTES = 512 << 20
 
 
+class Owner(Protocol):
+    """What keeps plans alive."""
+
+    def forget(self, device: int) -> None:
+        """Drop the plan on a device."""
+
+
 class _Ref(weakref.ref["DevicePlan"]):
-    """A reference to a plan, and its key, which outlives it."""
+    """A reference to a plan, and what is known of it when it has ended."""
 
-    __slots__ = ("key",)
+    __slots__ = ("key", "nbytes", "owner")
     key: int
-
-
-class _Entry(NamedTuple):
-    ref: _Ref
     nbytes: int
-    forget: Callable[[], None]
+    owner: weakref.ref[Owner]
 
 
 class _Kept:
     """The plans of one device, from the longest unused, and the bytes that they take."""
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[int, _Entry] = OrderedDict()
+        self.plans: OrderedDict[int, _Ref] = OrderedDict()
         self.nbytes = 0
         # Plans may end at any moment, also while their thread holds the lock: counted later.
         self.ended: deque[_Ref] = deque()
-
-    def add(self, plan: DevicePlan, nbytes: int, forget: Callable[[], None]) -> None:
-        """Count a plan."""
-        ref = _Ref(plan, self.ended.append)
-        ref.key = id(plan)
-        self.plans[ref.key] = _Entry(ref, nbytes, forget)
-        self.nbytes += nbytes
 
     def drop_ended(self) -> None:
         """Count those that have ended no more."""
         while self.ended:
             ref = self.ended.popleft()
-            entry = self.plans.get(ref.key)
-            if entry is not None and entry.ref is ref:
+            if self.plans.get(ref.key) is ref:
                 del self.plans[ref.key]
-                self.nbytes -= entry.nbytes
+                self.nbytes -= ref.nbytes
 
-    def drop_oldest(self) -> Callable[[], None]:
-        """Count the longest unused one no more; returns what makes its owner forget it."""
-        _, entry = self.plans.popitem(last=False)
-        self.nbytes -= entry.nbytes
-        return entry.forget
+    def drop_oldest(self) -> Owner | None:
+        """Count the longest unused one no more; returns its owner."""
+        _, ref = self.plans.popitem(last=False)
+        self.nbytes -= ref.nbytes
+        return ref.owner()
 
 
 _lock = threading.Lock()
 _plans: dict[int, _Kept] = {}
 
 
-def keep(plan: DevicePlan, device: int, forget: Callable[[], None]) -> None:
+def keep(plan: DevicePlan, device: int, owner: Owner) -> None:
     """Count a plan that its owner keeps; owners of the longest unused ones are told to forget.
 
     Args:
-        plan: the plan, which the owner keeps alive.
+        plan: the plan.
         device: CUDA device ordinal.
-        forget: drops the owner's reference; must hold no reference to the owner itself.
+        owner: what keeps the plan alive; it may end before.
     """
-    forgotten = []
+    forgetting = []
     with _lock:
         kept = _plans.get(device)
         if kept is None:
             kept = _plans[device] = _Kept()
-        kept.drop_ended()
+        if kept.ended:
+            kept.drop_ended()
+        ref = _Ref(plan, kept.ended.append)
+        ref.key = id(plan)
         # Of its parts, the lists take nearly all.
-        kept.add(plan, plan.fragments.nbytes + plan.tasks.nbytes, forget)
+        ref.nbytes = plan.fragments.nbytes + plan.tasks.nbytes
+        ref.owner = weakref.ref(owner)
+        kept.plans[ref.key] = ref
+        kept.nbytes += ref.nbytes
         while kept.nbytes > KEPT_BYTES and len(kept.plans) > 1:
-            forgotten.append(kept.drop_oldest())
-    for forget_it in forgotten:
-        forget_it()
+            forgetting.append(kept.drop_oldest())
+    for told in forgetting:
+        if told is not None:
+            told.forget(device)
 
 
 def used(plan: DevicePlan, device: int) -> None:

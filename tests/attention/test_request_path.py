@@ -438,7 +438,7 @@ def test_kept_plans_are_bounded(request_of: Any, monkeypatch: pytest.MonkeyPatch
     requests = [request_of((64, 64)) for _ in range(3)]
     requests[0].check(RETAIN)
     one = kept._plans[ORDINAL]
-    nbytes = max(entry.nbytes for entry in one.plans.values())
+    nbytes = max(ref.nbytes for ref in one.plans.values())
     monkeypatch.setattr(kept, "KEPT_BYTES", 2 * nbytes)
     assert requests[1].check(RETAIN)[0] == "mask_state_dense"
     assert requests[0].check(RETAIN)[0].startswith("attend")
