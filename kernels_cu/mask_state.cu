@@ -4,15 +4,14 @@
 //              c; bits past nk are 0. rows = mask batch * mask heads * nq; heads that broadcast are
 //              not expanded.
 //   row_count  i32 [rows]: columns that are on.
-//   scalars    i64 [8]: columns on in all; those of them in runs of two or more neighbours of a
-//              row; the longest row; the shortest; error flags; 0; 0; a count of CTAs, which is 0
-//              between launches and must be so before the first.
+//   scalars    i64 [8], zeros before the launch: columns on in all; those of them in runs of two
+//              or more neighbours of a row; 0; 0; error flags; 0; 0; 0.
 //
-// A warp takes a row, then the row a grid further. grid = any number of CTAs up to the threads of
-// one, fixed by the geometry. A lane makes a word at a time, a warp 32 words, from the right end of
-// the row to the left, so that what follows a word is at hand in the next lane or was kept from the
-// step before. With F = m & (m >> 1), the bits whose right neighbour is on too, a run of n >= 2 has
-// n - 1 bits in F, of which one is the last: |F| + |F & ~(m >> 2)| blocks are in runs.
+// A warp takes a row, then the row a grid further. grid = any number of CTAs. A lane makes a word
+// at a time, a warp 32 words, from the right end of the row to the left, so that what follows a
+// word is at hand in the next lane or was kept from the step before. With F = m & (m >> 1), the
+// bits whose right neighbour is on too, a run of n >= 2 has n - 1 bits in F, of which one is the
+// last: |F| + |F & ~(m >> 2)| blocks are in runs.
 //
 //   dense, packed  A row may begin at any byte. Lanes read aligned 16 bytes (dense) or words
 //                  (packed), make of them the row's bit stream, which begins `shift` bits early,
@@ -22,23 +21,22 @@
 //                  (for a longer row, the list is read again). Columns that are out of range or
 //                  come twice are left out and flagged, as are counts and offsets that do not fit.
 //
-// Sums are kept a warp, then a CTA; the last CTA to end (by the count, which it takes back to 0)
-// adds up those of all and writes the scalars, so that no launch needs anything zeroed. All are
+// Sums are kept a warp, then a CTA, which adds its own to the scalars and waits for nobody. All are
 // integers: no result depends on an order.
 //
-// Shared memory: 32 bytes a warp for the sums, 16 a CTA; lists and csr have 1 KB a warp for a row.
+// Shared memory: 24 bytes a warp for the sums; lists and csr have 1 KB a warp for a row.
 //
 // Expected on an H200, a prediction: 4.2 TB/s from HBM, 132 SMs that issue 4 a cycle at 1.75 GHz,
-// 3 us of launch, first load, fence, count and last CTA in a chain. A dense step (1 KB of a row) is
+// 2.5 us of launch, first load and last sums in a chain. A dense step (1 KB of a row) is
 // 2 loads, 5 instructions for 4 columns and about 105 in all; a row has 120 besides.
 //
 //     heads x rows x columns      8 x 900 x 900                8 x 3600 x 3600
 //     dense    read + written     6.5 + 0.9 MB, 1.8 us         104 + 13 MB, 28 us
 //              instructions       225 a row, 1.8 us            540 a row, 17 us, behind the loads
-//              time               7 us                         32 us
-//     packed   (50 a step)        1.7 MB, 170 a row: 6 us      26 MB, 320 a row: 13 us
+//              time               6 us                         32 us
+//     packed   (50 a step)        1.7 MB, 170 a row: 5 us      26 MB, 320 a row: 13 us
 //     lists, csr of 10 % (130 for 128 columns and 35 for 32 words)
-//                                 3.5 MB, 290 a row: 7 us      54 MB, 660 a row: 24 us
+//                                 3.5 MB, 290 a row: 6 us      54 MB, 660 a row: 24 us
 #pragma once
 
 #include "common/builders.cuh"
@@ -48,14 +46,11 @@ namespace tessera {
 
 enum class MaskFormat { kDense, kPacked, kLists, kCsr };
 
-// Sums of one CTA.
-struct alignas(16) MaskPartial {
+// Sums of one warp's rows.
+struct MaskSums {
   u64 nnz;
   u64 in_runs;
-  i32 longest;
-  i32 shortest;
   u32 errors;
-  u32 unused;
 };
 
 struct MaskStateParams {
@@ -66,7 +61,6 @@ struct MaskStateParams {
   u32* bitmap;
   i32* row_count;
   i64* scalars;
-  MaskPartial* partials;  // one a CTA
   i32 rows;
   i32 nk;
   i32 wide_values;  // 1: columns are i64, 0: i32
@@ -87,31 +81,8 @@ struct MaskRows<false, kWarps> {};
 template <MaskFormat kFormat, int kWarps>
 struct MaskStateStorage
     : MaskRows<kFormat == MaskFormat::kLists || kFormat == MaskFormat::kCsr, kWarps> {
-  MaskPartial partial[kWarps];
-  u32 last;
+  MaskSums sums[kWarps];
 };
-
-__device__ __forceinline__ MaskPartial no_rows() { return {0, 0, 0, 0x7fffffff, 0, 0}; }
-
-__device__ __forceinline__ void add_to(MaskPartial& sum, const MaskPartial& other) {
-  sum.nnz += other.nnz;
-  sum.in_runs += other.in_runs;
-  sum.longest = max(sum.longest, other.longest);
-  sum.shortest = min(sum.shortest, other.shortest);
-  sum.errors |= other.errors;
-}
-
-__device__ __forceinline__ MaskPartial sum_of_warp(MaskPartial mine) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    mine.nnz += __shfl_xor_sync(kAllLanes, mine.nnz, distance);
-    mine.in_runs += __shfl_xor_sync(kAllLanes, mine.in_runs, distance);
-  }
-  mine.longest = __reduce_max_sync(kAllLanes, mine.longest);
-  mine.shortest = __reduce_min_sync(kAllLanes, mine.shortest);
-  mine.errors = __reduce_or_sync(kAllLanes, mine.errors);
-  return mine;
-}
 
 // For each byte that is not 0, a bit; the byte of the lowest address in the lowest bit.
 __device__ __forceinline__ u32 nonzero_bytes(uint4 bytes) {
@@ -159,8 +130,8 @@ class MaskState {
       for (int word = lane; word < kPassWords; word += 32) smem.word[warp][word] = 0;
       __syncwarp();
     }
-    MaskPartial& sum = smem.partial[warp];
-    if (lane == 0) sum = no_rows();
+    MaskSums& sums = smem.sums[warp];
+    if (lane == 0) sums = {0, 0, 0};
     for (int row = blockIdx.x * kWarps + warp; row < p.rows; row += gridDim.x * kWarps) {
       out = p.bitmap + static_cast<i64>(row) * words;
       count = in_runs = after = 0;
@@ -174,12 +145,12 @@ class MaskState {
       if (lane == 0) {
         p.row_count[row] = total;
         // In shared memory, since registers are what bounds the rows at work.
-        const i32 length = total;
-        add_to(sum, {total, total_in_runs, length, length, 0, 0});
+        sums.nnz += total;
+        sums.in_runs += total_in_runs;
       }
     }
     errors = __reduce_or_sync(kAllLanes, errors);
-    if (lane == 0) sum.errors = errors;
+    if (lane == 0) sums.errors = errors;
     finish();
   }
 
@@ -353,41 +324,18 @@ class MaskState {
     }
   }
 
-  // The last CTA to come here adds up those of all, a thread one.
   __device__ __forceinline__ void finish() {
     __syncthreads();
-    if (warp == 0) {
-      MaskPartial sum = sum_of_warp(lane < kWarps ? smem.partial[lane] : no_rows());
-      u32* const ticket = reinterpret_cast<u32*>(p.scalars + kTicket);
-      if (lane == 0) {
-        p.partials[blockIdx.x] = sum;
-        __threadfence();
-        smem.last = atomicAdd(ticket, 1u) == gridDim.x - 1;
-        __threadfence();
-        if (smem.last != 0) *ticket = 0;
-      }
-    }
-    __syncthreads();
-    if (smem.last == 0) return;
-
-    MaskPartial sum = no_rows();
-    if (threadIdx.x < gridDim.x) {
-      const volatile MaskPartial& other = p.partials[threadIdx.x];
-      sum = {other.nnz, other.in_runs, other.longest, other.shortest, other.errors, 0};
-    }
-    sum = sum_of_warp(sum);
-    if (lane == 0) smem.partial[warp] = sum;
-    __syncthreads();
     if (warp != 0) return;
-    sum = sum_of_warp(lane < kWarps ? smem.partial[lane] : no_rows());
-    if (lane == 0) {
-      p.scalars[kNnz] = static_cast<i64>(sum.nnz);
-      p.scalars[kInRuns] = static_cast<i64>(sum.in_runs);
-      p.scalars[kLongest] = sum.longest;
-      p.scalars[kShortest] = p.rows > 0 ? sum.shortest : 0;
-      p.scalars[kErrors] = sum.errors;
-      p.scalars[5] = p.scalars[6] = 0;
-    }
+    const MaskSums mine = lane < kWarps ? smem.sums[lane] : MaskSums{0, 0, 0};
+    const i64 nnz = warp_total(static_cast<i64>(mine.nnz));
+    const i64 in_runs_too = warp_total(static_cast<i64>(mine.in_runs));
+    const u32 found = __reduce_or_sync(kAllLanes, mine.errors);
+    if (lane != 0) return;
+    u64* const scalars = reinterpret_cast<u64*>(p.scalars);
+    if (nnz != 0) atomicAdd(scalars + kNnz, static_cast<u64>(nnz));
+    if (in_runs_too != 0) atomicAdd(scalars + kInRuns, static_cast<u64>(in_runs_too));
+    if (found != 0) atomicOr(scalars + kErrors, static_cast<u64>(found));
   }
 
   const MaskStateParams& p;

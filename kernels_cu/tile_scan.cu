@@ -72,13 +72,6 @@ struct TileScanStorage {
   i32 any_cut;
 };
 
-// Sum over the lanes of numbers from 0 to 2^43.
-__device__ __forceinline__ i64 warp_total(i64 value) {
-  const u32 low = __reduce_add_sync(kAllLanes, static_cast<u32>(value) & 0xffffu);
-  const u32 high = __reduce_add_sync(kAllLanes, static_cast<u32>(value >> 16));
-  return (static_cast<i64>(high) << 16) + low;
-}
-
 // A warp's part of an array, taken 128 numbers at a time, four a lane.
 struct Part {
   i32 begin;
@@ -471,7 +464,7 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
 
   i64 frags = 0;
   i64 steps = 0;
-#pragma unroll 2
+#pragma unroll 1
   for (int i = part.begin + 4 * lane; i < part.end; i += 128) {
     frags += sum_of(four(p.tile_frags, i, part.end));
     steps += sum_of(four(p.tile_steps, i, part.end));

@@ -8,7 +8,7 @@ namespace tessera {
 inline constexpr u32 kAllLanes = 0xffffffffu;
 
 // Of a mask (mask_state.cu). The errors are where those of TileCount are.
-enum MaskScalar { kNnz, kInRuns, kLongest, kShortest, kTicket = 7 };
+enum MaskScalar { kNnz, kInRuns };
 
 enum BuildError : u32 {
   kOutOfRange = 1,  // a column, or a bit, past nk
@@ -16,5 +16,12 @@ enum BuildError : u32 {
   kCapacity = 4,    // an output that is too small
   kBadCount = 8,    // a count or an offset outside of its list
 };
+
+// Sum over the lanes of numbers from 0 to 2^43.
+__device__ __forceinline__ i64 warp_total(i64 value) {
+  const u32 low = __reduce_add_sync(kAllLanes, static_cast<u32>(value) & 0xffffu);
+  const u32 high = __reduce_add_sync(kAllLanes, static_cast<u32>(value >> 16));
+  return (static_cast<i64>(high) << 16) + low;
+}
 
 }  // namespace tessera

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tessera_cupy.kernels.builders import (
-    MASK_PARTIAL_BYTES,
     MASK_SCALARS,
     TILE_POINTERS,
     TILES_PARAMS,
@@ -104,14 +103,13 @@ class BuildLayout:
 
 
 @lru_cache(maxsize=128)
-def state_arena(rows: int, nk: int, grid: int) -> Arena:
-    """What ``mask_state`` writes, for so many rows and CTAs."""
+def state_arena(rows: int, nk: int) -> Arena:
+    """What ``mask_state`` writes, for so many rows."""
     words = -(-nk // 32)
     return Arena.of(
         {
             "scalars": 8 * len(MASK_SCALARS),
             "bitmap": 4 * rows * words,
             "row_count": 4 * rows,
-            "partials": MASK_PARTIAL_BYTES * grid,
         }
     )

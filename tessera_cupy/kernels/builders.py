@@ -28,17 +28,15 @@ MASK_STATE_PARAMS = np.dtype(
     [
         *[(name, _POINTER) for name in ("values", "bounds")],
         *[(name, np.int64) for name in ("stride", "width")],
-        *[(name, _POINTER) for name in ("bitmap", "row_count", "scalars", "partials")],
+        *[(name, _POINTER) for name in ("bitmap", "row_count", "scalars")],
         *[(name, np.int32) for name in ("rows", "nk", "wide_values", "wide_bounds")],
     ],
     align=True,
 )
-#: The scalars that ``mask_state`` writes, in order; the last is its own, and zero at first.
-MASK_SCALARS = ("nnz", "in_runs", "longest", "shortest", "errors", "zero5", "zero6", "ticket")
+#: The scalars that ``mask_state`` adds to, in order; all are zero before.
+MASK_SCALARS = ("nnz", "in_runs", "zero2", "zero3", "errors", "zero5", "zero6", "zero7")
 #: What the bits of ``errors`` mean, the lowest first.
 MASK_ERRORS = ("column out of range", "column twice in a row", "capacity", "count out of range")
-#: Bytes of one CTA's part of ``mask_state``'s workspace.
-MASK_PARTIAL_BYTES = 32
 
 #: ``CsrColumnsParams`` of csr_columns.cu.
 CSR_COLUMNS_PARAMS = np.dtype(
@@ -60,16 +58,14 @@ def mask_state_grid(config: KernelConfig, rows: int, sms: int) -> int:
         sms: multiprocessors of the GPU.
 
     Returns:
-        At least 1, and at most the threads of a CTA, as the last one reads the sums of all, a
-        thread those of one.
+        At least 1.
 
     Example:
         >>> from tessera_cupy.kernels.catalog import builder
         >>> mask_state_grid(builder("sm_90a", "mask_state_dense"), 8 * 900, 132)
         450
     """
-    fitting = min(config.min_ctas * sms, 32 * config.warps)
-    return max(1, min(-(-rows // config.warps), fitting))
+    return max(1, min(-(-rows // config.warps), config.min_ctas * sms))
 
 
 _ARRAYS: dict[str, tuple[DTypeLike, int]] = {

@@ -151,7 +151,7 @@ def _wgmma_smem(head_dim: int, tile_q: int, tile_kv: int, stages: int) -> int:
 def _mask_state_smem(warps: int, form: str) -> int:
     """Size of ``MaskStateStorage`` in mask_state.cu; each specialisation asserts that it is."""
     row = 1024 if form in ("lists", "csr") else 0
-    return (row + 32) * warps + 16
+    return (row + 24) * warps
 
 
 def _align(size: int, to: int) -> int:
