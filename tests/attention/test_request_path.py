@@ -11,9 +11,10 @@ import gc
 import os
 import pickle
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from numpy.typing import NDArray
 from tessera_cupy import (
     BlockMask,
     PlanOverflowError,
+    attention,
     block_sparse_attention,
     call,
     make_plan,
 )
-from tessera_cupy.kernels import fetch, kept, room
+from tessera_cupy.kernels import device_build, fetch, kept, launch, lifetime, room
 from tests.emulator.emulator import compiler
-from tests.emulator.gpu import ORDINAL, EmulatedGpu, Event, Stream
+from tests.emulator.gpu import ORDINAL, SMS, EmulatedGpu, Event, Stream
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the emulator with")
 
@@ -47,6 +49,7 @@ SIDES = {
     "share, three warpgroups": ("attend_wgmma/q192k128/share-pack/longest+split", (64, 32)),
     "retain, wgmma": ("attend_wgmma/q128k192/retain-pack/longest+split", (128, 64)),
 }
+WGMMA = SIDES["share, wgmma"][0]
 BUILDERS = ["tile_counts", "tile_scan", "tile_fragments"]
 
 
@@ -197,6 +200,13 @@ def test_long_tiles_are_split_and_merged(request_of: Any, rng: Any) -> None:
         made = request_of((64, 32), blocks=blocks)
         assert make_plan(made.mask, *made.arrays, regime=regime).tasks().slots > 0
         made.check(regime)
+
+
+def test_more_split_tiles_than_are_merged_at_a_time(request_of: Any, rng: Any) -> None:
+    made = request_of((64, 32), blocks=rng.random((1, 2, 8, 150)) < 0.9)
+    tasks = make_plan(made.mask, *made.arrays, regime=RETAIN).tasks()
+    assert len(tasks.merge_tile) > 3 * SMS
+    made.check(RETAIN)
 
 
 @pytest.mark.parametrize("kind", ["empty", "full", "last block"])
@@ -445,6 +455,77 @@ def test_kept_plans_are_bounded(request_of: Any, monkeypatch: pytest.MonkeyPatch
     assert requests[2].check(RETAIN)[0] == "mask_state_dense"  # in place of the second's
     assert requests[0].check(RETAIN)[0].startswith("attend")
     assert requests[1].check(RETAIN)[0] == "mask_state_dense"
+
+
+def test_what_is_kept_of_ended_plans_is_not_counted(request_of: Any) -> None:
+    made = request_of((64, 64))
+    made.check(RETAIN)
+    one = kept._plans[ORDINAL].nbytes
+    for _ in range(3):
+        del made
+        gc.collect()
+        made = request_of((64, 64))
+        made.check(RETAIN)
+        assert (kept._plans[ORDINAL].nbytes, len(kept._plans[ORDINAL].plans)) == (one, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_remembered_of_a_mask_keeps_no_memory(
+    gpu: EmulatedGpu, request_of: Any, form: str
+) -> None:
+    made = request_of((64, 64), form)
+    made.check(RETAIN)
+    del made
+    assert alive(gpu) == 0
+    assert not attention._plans
+    assert not lifetime._held
+
+
+# The host's work
+
+
+def package_calls(work: Callable[[], Any]) -> int:
+    """Calls of the package's own functions."""
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_globals["__name__"].startswith("tessera_cupy")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_request_is_few_calls_on_the_host(
+    request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes about a quarter of a microsecond; what is known of a geometry is not made again.
+
+    A few calls more are no harm. Twenty are, such as another check of arrays like earlier ones, a
+    choice that is made again, hashes of nested dataclasses. Memory comes from a pool, so that a
+    request finds it at the addresses of the one before.
+    """
+    made = request_of((64, 64))
+    monkeypatch.setattr(sys.modules["cupy"], "empty", cache(made.gpu.empty))
+    for module in (launch, device_build):  # the emulator calls the package too
+        monkeypatch.setattr(module, "load", lambda config, device: lambda *_, **__: None)
+    (blocks,) = made.mask.source.arrays
+    out = made.gpu.empty(made.case.q.shape, made.case.q.dtype)
+    built, cold, warm = 0, 0, 0
+    for _ in range(2):
+        masks: list[BlockMask] = []
+        build = partial(BlockMask.from_dense, blocks, (64, 64), made.mask.shape)
+        built = package_calls(lambda build=build, masks=masks: masks.append(build()))
+        run = partial(block_sparse_attention, *made.arrays, *masks, regime=WGMMA, out=out)
+        cold = package_calls(run)
+        warm = package_calls(run)
+    assert 5 < built <= 25
+    assert 20 < cold <= 70
+    assert 10 < warm <= 35
 
 
 # Calls that are alike
