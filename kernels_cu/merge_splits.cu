@@ -4,8 +4,10 @@
 //   LSE = ln 2 * M + ln sum_i w_i l_i
 //
 // Part i holds unnormalised O_i (float32), the reference maximum m_i (log2 units) and the sum l_i.
-// One warp takes one row; lanes stride over the head dim in pairs. grid = (split tiles, row
-// groups). No shared memory.
+// One warp takes one row of a split tile, then of the one a grid further; lanes stride over the
+// head dim in pairs. grid = (split tiles or fewer, row groups): where a GPU made the plan, the
+// tiles that there may be are many more than there mostly are, and a CTA with nothing to do costs
+// time too. No shared memory.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -14,14 +16,13 @@
 namespace tessera {
 
 template <typename T, int kWarps>
-__device__ __forceinline__ void merge_splits(const MergeParams& p) {
-  if (p.counts != nullptr && blockIdx.x >= p.counts[kMerges]) return;
+__device__ __forceinline__ void merge_row(const MergeParams& p, int merge) {
   const int lane = threadIdx.x & 31;
   const int row = blockIdx.y * kWarps + (threadIdx.x >> 5);
-  const int tile = p.merge_tile[blockIdx.x];
+  const int tile = p.merge_tile[merge];
   if (row >= p.tile_q[2 * tile + 1]) return;
-  const int begin = p.merge_offsets[blockIdx.x];
-  const int end = p.merge_offsets[blockIdx.x + 1];
+  const int begin = p.merge_offsets[merge];
+  const int end = p.merge_offsets[merge + 1];
   const float2* parts = reinterpret_cast<const float2*>(p.partial_ml);
 
   float top = negative_infinity();
@@ -37,7 +38,7 @@ __device__ __forceinline__ void merge_splits(const MergeParams& p) {
   }
   const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
 
-  const int flat = p.merge_head[blockIdx.x];
+  const int flat = p.merge_head[merge];
   const int target_row = p.units == nullptr
                              ? p.tile_q[2 * tile] + row
                              : p.units[tile * (p.tile_rows / 16) + row / 16] + row % 16;
@@ -64,12 +65,19 @@ __device__ __forceinline__ void merge_splits(const MergeParams& p) {
   }
 }
 
+template <typename T, int kWarps>
+__device__ __forceinline__ void merge_splits(const MergeParams& p) {
+  const int merges = p.counts == nullptr ? gridDim.x : static_cast<int>(p.counts[kMerges]);
+#pragma unroll 1
+  for (int merge = blockIdx.x; merge < merges; merge += gridDim.x) merge_row<T, kWarps>(p, merge);
+}
+
 }  // namespace tessera
 
-// The one entry of a specialisation. Five CTAs a multiprocessor keep NVRTC 13.5 from trading
-// registers for spills.
+// The one entry of a specialisation. Four CTAs a multiprocessor are named because NVRTC 12.9 spills
+// at five on some architectures, and NVRTC 13.5 where none are.
 #define TESSERA_MERGE_SPLITS(T, WARPS)                                    \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, 5)             \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)             \
       merge_splits(const __grid_constant__ tessera::MergeParams params) { \
     tessera::merge_splits<tessera::T, WARPS>(params);                     \
   }

@@ -267,6 +267,11 @@ class TileBuild:
         return min(self.pairs, 4 * self.device.capacity)
 
     @property
+    def merge_ctas(self) -> int:
+        """Tiles cut in parts that are merged at the same time; few masks have more."""
+        return min(self.merge_capacity, self.device.capacity)
+
+    @property
     def slot_capacity(self) -> int:
         """Workspace slots at most: the tasks that cutting adds, and the first part of each tile."""
         return 7 * self.device.capacity + self.merge_capacity

@@ -378,7 +378,7 @@ def _build_launch(sizes: TileBuild, room: int, arch: str) -> _BuildLaunch:
             (
                 made.task_capacity,
                 int(math.log2(made.shape.slot)),
-                made.merge_capacity,
+                made.merge_ctas,
                 made.slot_capacity,
             ),
             made.most_fragments,

@@ -174,7 +174,8 @@ class DevicePlan:
         slots: workspace slots of the split-K parts.
         uses: which streams and graphs read the arrays.
         counts: of a plan that the GPU made, how many of the tasks, merges and slots there are;
-            ``task_count``, ``merge_count`` and ``slots`` are then the most there can be.
+            ``task_count`` and ``slots`` are then the most there can be, and ``merge_count`` as many
+            as are merged at the same time.
         scalars: of such a plan, what ``mask_state`` counted.
         stamp: what ``counts`` ends with once they are this plan's.
         may_overflow: whether its lists may need more room than they have.
