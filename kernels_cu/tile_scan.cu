@@ -22,7 +22,6 @@ namespace tessera {
 
 // As in organization/organize.py.
 inline constexpr int kPartsPerCta = 4;
-inline constexpr int kMinPartSteps = 8;
 inline constexpr int kFewestParts = 2;  // of a turn of the last round
 inline constexpr int kMostParts = 4;
 
@@ -311,7 +310,7 @@ __device__ __forceinline__ int cut_last_round(const TilesParams& p, TileScanStor
   const int rest = turns - first;
   const int last_group = (p.groups - 1) * p.group_pairs;
   auto may_cut = [&](Turn turn, int steps, int parts) {
-    return turn.parts == 1 && turn.pair >= last_group && steps >= parts * kMinPartSteps;
+    return turn.parts == 1 && turn.pair >= last_group && steps >= parts * p.part_steps;
   };
   // A warp takes neighbouring turns; for most capacities 32 of them, and most warps none.
   const int length = ceil_div(rest, 32 * kWarps) * 32;
@@ -493,7 +492,7 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
     const u64 of_part = rounded / kPartsPerCta;
     const u64 fair =
         of_part >> 31 == 0 ? static_cast<int>(of_part) / p.by_capacity : rounded / share;
-    const int limit = max(kMinPartSteps, static_cast<int>(fair));
+    const int limit = max(p.part_steps, static_cast<int>(fair));
     turns = order_turns<kWarps>(p, shared, limit);
     fits = turns <= p.task_capacity;
     if (fits && p.pairs > p.capacity) {

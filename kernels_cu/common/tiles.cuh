@@ -95,6 +95,7 @@ struct TilesParams {
   i32 group_pairs;  // pairs of the heads that L2 holds together
   i32 capacity;     // CTAs of the attention kernel that run at a time
   i32 groups;       // of pairs; the last may be smaller
+  i32 part_steps;   // of the shortest part of a tile
   // What its name says.
   Divisor by_head_tiles;
   Divisor by_q_heads;

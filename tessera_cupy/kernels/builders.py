@@ -17,6 +17,7 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.catalog import KernelConfig
 from tessera_cupy.kernels.launch import TASK, packed_struct
 from tessera_cupy.mapping.tiles import GROUP_ROWS, TileShape
+from tessera_cupy.organization.organize import min_part_steps
 
 if TYPE_CHECKING:
     from tessera_cupy.organization import DeviceModel
@@ -100,7 +101,7 @@ TILES_PARAMS = np.dtype(
         *[(name, np.int32) for name in ("q_block", "kv_block", "joined", "parts", "tile_rows")],
         *[(name, np.int32) for name in ("slot", "per_step", "share", "pairs", "q_heads")],
         *[(name, np.int32) for name in ("mask_batch", "mask_heads", "group_pairs", "capacity")],
-        ("groups", np.int32),
+        *[(name, np.int32) for name in ("groups", "part_steps")],
         *[(f"by_{name}", np.uint64) for name in _DIVISORS],
     ],
     align=True,
@@ -329,6 +330,7 @@ class TileBuild:
             "group_pairs": group_pairs,
             "capacity": self.device.capacity,
             "groups": -(-self.pairs // group_pairs),
+            "part_steps": min_part_steps(self.shape.kv),
         }
         values |= {f"by_{name}": divisor(int(values[name])) for name in _DIVISORS}
         return packed_struct(TILES_PARAMS, values)

@@ -22,8 +22,9 @@ from tessera_cupy.organization.tasks import Tasks
 _PARTS_PER_CTA = 4
 
 #: Shortest part worth a workspace slot: a part writes O once in float32 and the merge
-#: reads it back, which is small beside eight steps of loads and arithmetic.
-_MIN_PART_STEPS = 8
+#: reads it back, which is small beside loads and arithmetic for so many KV columns,
+#: or for so many steps where these are narrow.
+_MIN_PART_COLUMNS, _MIN_PART_STEPS = 512, 8
 
 #: Parts that a pair of the last round may be cut into, fewest first. More would hardly fill
 #: the round better, and each part is one more thing to write and merge.
@@ -162,8 +163,9 @@ def organize(
     steps = tiles.steps.astype(np.int64)[tile]
 
     parts = np.ones_like(steps)
+    least = min_part_steps(tiles.shape.kv)
     if organization.split:
-        parts = _parts(steps, device.capacity)
+        parts = _parts(steps, least, device.capacity)
     owner = np.repeat(np.arange(len(parts)), parts)
     part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
     begin, end = _range(steps, parts, owner, part)
@@ -182,7 +184,8 @@ def organize(
         owner, part, begin, end = owner[order], part[order], begin[order], end[order]
 
     if organization.split and len(steps) > device.capacity:
-        last, count = _last_round(end - begin, parts[owner] == 1, group[owner], device.capacity)
+        whole = parts[owner] == 1
+        last, count = _last_round(end - begin, whole, group[owner], least, device.capacity)
         late = owner[last]
         parts[late] = count
         owner = np.concatenate([np.delete(owner, last), np.repeat(late, count)])
@@ -240,14 +243,23 @@ def _spread(
     return np.repeat(heads, count), tile
 
 
-def _parts(steps: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+def min_part_steps(tile_kv: int) -> int:
+    """Steps of the shortest split-K part of tiles with so many KV columns a step.
+
+    >>> min_part_steps(64), min_part_steps(192)
+    (8, 3)
+    """
+    return min(_MIN_PART_STEPS, -(-_MIN_PART_COLUMNS // tile_kv))
+
+
+def _parts(steps: NDArray[np.int64], least: int, capacity: int) -> NDArray[np.int64]:
     """Split-K parts of each tile.
 
     A tile is cut when it alone would keep one CTA busy for longer than a good share of the
     whole request: then the others would wait for it. Tiles up to half above the limit stay
     whole, since halving them gains less than the merge costs.
     """
-    limit = max(_MIN_PART_STEPS, -(-int(steps.sum()) // (_PARTS_PER_CTA * capacity)))
+    limit = max(least, -(-int(steps.sum()) // (_PARTS_PER_CTA * capacity)))
     return np.where(2 * steps > 3 * limit, -(-steps // limit), 1)
 
 
@@ -263,7 +275,11 @@ def _range(
 
 
 def _last_round(
-    length: NDArray[np.int64], whole: NDArray[np.bool_], group: NDArray[np.int64], capacity: int
+    length: NDArray[np.int64],
+    whole: NDArray[np.bool_],
+    group: NDArray[np.int64],
+    least: int,
+    capacity: int,
 ) -> tuple[NDArray[np.int64], int]:
     """Tasks of the last round to cut, and the parts to cut each of them into.
 
@@ -282,6 +298,7 @@ def _last_round(
         length: (N,) steps of each task, in launch order.
         whole: (N,) the task is a whole tile and no part.
         group: (N,) group of heads of each task, ascending.
+        least: steps of the shortest part.
         capacity: CTAs that run at the same time.
 
     Returns:
@@ -292,7 +309,7 @@ def _last_round(
     time = longest = int(length[last].max(initial=0))
     best, count = last[:0], 1
     for k in _LAST_ROUND_PARTS:
-        long_enough = mine & (length[last] >= k * _MIN_PART_STEPS)
+        long_enough = mine & (length[last] >= k * least)
         cut, left = last[long_enough], last[~long_enough]
         turns = -(-(len(left) + k * len(cut)) // capacity)
         one_part = -(-int(length[cut].max(initial=0)) // k)

@@ -629,3 +629,22 @@ def test_counts_beyond_32_bits_do_not_wrap() -> None:
     # Steps times parts of one tile: 200,000 * 25,000.
     tasks = call(of_steps([200_000]), Organization(split=True), device=device)
     assert (tasks.task_begin == np.arange(0, 200_000, 8)).all()
+
+
+@pytest.mark.parametrize(("tile", "mapping"), [((128, 192), "share"), ((64, 64), "retain")])
+def test_few_long_rows_of_a_small_problem_are_cut_in_three_at_least(
+    tile: tuple[int, int], mapping: str
+) -> None:
+    """4,096 tokens and 2 heads leave most CTAs of a large GPU idle, unless 8 long rows spread."""
+    blocks = np.zeros((2, 64, 64), bool)
+    blocks[:, :, 0] = True
+    blocks[:, ::8] = True
+    tiles = map_mask(BlockMask.from_dense(blocks, (64, 64)), Mapping(mapping, "pack"), *tile)
+    gpu = DeviceModel(sms=132, ctas_per_sm=1, l2_bytes=32 << 20)
+    whole, cut = (
+        call(tiles, Organization(longest=True, split=split), kv_bytes_per_head=1 << 21, device=gpu)
+        for split in (False, True)
+    )
+    longest = [int((t.task_end - t.task_begin).max()) for t in (whole, cut)]
+    assert longest[0] >= 3 * longest[1]
+    assert len(cut) - len(whole) <= gpu.capacity
