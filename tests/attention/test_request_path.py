@@ -473,12 +473,15 @@ def test_what_is_kept_of_ended_plans_is_not_counted(request_of: Any) -> None:
 def test_what_is_remembered_of_a_mask_keeps_no_memory(
     gpu: EmulatedGpu, request_of: Any, form: str
 ) -> None:
+    gc.collect()
+    before = set(attention._plans), set(lifetime._held)  # of other tests' masks
     made = request_of((64, 64), form)
     made.check(RETAIN)
+    assert id(made.mask) in attention._plans
+    assert set(lifetime._held) > before[1]
     del made
     assert alive(gpu) == 0
-    assert not attention._plans
-    assert not lifetime._held
+    assert (set(attention._plans), set(lifetime._held)) == before
 
 
 # The host's work
