@@ -189,7 +189,7 @@ def _aligned(lines: list[tuple[str, str]]) -> str:
 def _why(regime: str, why: str) -> str:
     """A key has one reason for all of its buckets, so say which of them it speaks of."""
     axes = bucketed_axes(regime)
-    return f"(for every {' and '.join(axes)}) {why}" if axes else why
+    return f"(one reason for every {' and '.join(axes)}) {why}" if axes else why
 
 
 def _runs_on(dtype: str, arch: str) -> str:

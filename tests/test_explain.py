@@ -49,7 +49,7 @@ def test_no_work_is_zero() -> None:
 def test_a_reason_for_several_buckets_says_so() -> None:
     split = plan()
     assert line(split.explain(), "regime").endswith(" density<0.75")
-    assert line(split.explain(), "why") == f"(for every density) {split.choice.why}"
+    assert line(split.explain(), "why") == f"(one reason for every density) {split.choice.why}"
     whole = plan(BlockMask.from_dense(np.tri(3, dtype=bool), (128, 128)))
     assert "density" not in whole.choice.regime
     assert line(whole.explain(), "why") == whole.choice.why

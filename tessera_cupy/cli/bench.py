@@ -220,7 +220,7 @@ def _request(args: argparse.Namespace, output: Output) -> int:
 def _show(
     report: dict[str, Any], table: Callable[[dict[str, Any]], RenderableType], output: Output
 ) -> int:
-    """Print a report on families with its date and command; the exit status."""
+    """Print a report with its date and command; the exit status."""
     report["date"] = _today()
     report["command"] = shlex.join(["tessera-cupy", *sys.argv[1:]])
     output.show(report, table(report))

@@ -166,9 +166,12 @@ def _advice(report: Mapping[str, Any]) -> list[str]:
             "then install the one for your driver."
         )
     if _failed(gpus):
-        advice.append(
-            "No GPU: planning, drawing, compiling and the NumPy executor work, the kernels do not."
-        )
+        works = ["planning", "the NumPy executor"]
+        if report["packages"].get("matplotlib"):
+            works.append("drawing")
+        if not _failed(report["nvrtc"]):
+            works.append("compiling")
+        advice.append(f"No GPU: {', '.join(works)} work, the kernels do not.")
     elif not installed:
         extra = "cuda12" if _failed(driver) or float(driver["cuda"]) < 13 else "cuda13"
         advice.append(f"To use the GPU: pip install 'tessera-cupy[{extra}]'.")

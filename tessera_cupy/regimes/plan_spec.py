@@ -71,13 +71,18 @@ class PlanSpec:
         if tile is None:
             expected = "kernel/q<rows>k<columns>/<q mapping>-<kv mapping>/<organization>"
             raise ValueError(wrong(argument, expected, repr(name), f"write it like {_EXAMPLE}"))
-        return cls(
-            kernel=parts[0],
-            tile_q=int(tile[1]),
-            tile_kv=int(tile[2]),
-            mapping=Mapping.parse(parts[2]),
-            organization=Organization.parse(parts[3]),
-        )
+        try:
+            return cls(
+                kernel=parts[0],
+                tile_q=int(tile[1]),
+                tile_kv=int(tile[2]),
+                mapping=Mapping.parse(parts[2]),
+                organization=Organization.parse(parts[3]),
+            )
+        except ValueError as error:
+            # What is wrong in a part must not read as if it were another argument of the call.
+            fix = f"in {name!r}, correct that part"
+            raise ValueError(wrong(argument, "a plan's name", f"{error}", fix)) from error
 
     def serves(self, block_q: int, block_kv: int, *, ragged: bool) -> bool:
         """Whether the mapping is eligible for blocks of this size, whatever the mask's content.

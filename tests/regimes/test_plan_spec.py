@@ -77,3 +77,19 @@ def test_serves_agrees_with_the_planner_on_every_block_size(ragged):
             spec = PlanSpec("attend_mma", tile_q, tile_kv, mapping, Organization())
             reason = why_not(mapping, mask, tile_q, tile_kv)
             assert spec.serves(block_q, block_kv, ragged=ragged) == (reason is None), reason
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("attend_mma/q64k64/retian-pack/rows", "retian"),
+        ("attend_mma/q64k64/retain-pack/longst", "longst"),
+        ("attend_mmm/q64k64/retain-pack/rows", "attend_mmm"),
+        ("attend_mma/q60k64/retain-pack/rows", "60"),
+    ],
+)
+def test_a_wrong_part_is_an_error_of_the_argument_that_has_the_name(name: str, part: str) -> None:
+    with pytest.raises(ValueError, match="^`regime`: expected a plan's name") as error:
+        PlanSpec.parse(name, argument="regime")
+    assert part in str(error.value)
+    assert name in str(error.value)
