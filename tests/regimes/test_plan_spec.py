@@ -89,7 +89,7 @@ def test_serves_agrees_with_the_planner_on_every_block_size(ragged):
     ],
 )
 def test_a_wrong_part_is_an_error_of_the_argument_that_has_the_name(name: str, part: str) -> None:
-    with pytest.raises(ValueError, match="^`regime`: expected a plan's name") as error:
+    with pytest.raises(ValueError, match=r"^`regime`: expected a plan's name") as error:
         PlanSpec.parse(name, argument="regime")
     assert part in str(error.value)
     assert name in str(error.value)
