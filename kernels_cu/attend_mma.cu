@@ -682,15 +682,16 @@ struct Attend {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       const int row = warp * 16 * C::kRowTiles + r * 8 + (lane >> 2);
-      const float inverse = sum[r] > 0.0f ? 1.0f / sum[r] : 0.0f;
+      const float inverse = sum[r] != 0.0f ? 1.0f / sum[r] : 0.0f;
 #pragma unroll
       for (int j = 0; j < C::kHeadDim / 8; ++j) {
         *reinterpret_cast<u32*>(staged + swizzled<C>(row, j) + (lane & 3) * 4) =
             pack2<T>(o[r >> 1][j][2 * (r & 1)] * inverse, o[r >> 1][j][2 * (r & 1) + 1] * inverse);
       }
       if (p.lse != nullptr && (lane & 3) == 0 && row < rows) {
-        const float lse = sum[r] > 0.0f ? (reference[r] + log2_approx(sum[r])) * 0.6931471805599453f
-                                        : negative_infinity();
+        const float lse = sum[r] != 0.0f
+                              ? (reference[r] + log2_approx(sum[r])) * 0.6931471805599453f
+                              : negative_infinity();
         p.lse[(static_cast<i64>(task.batch) * p.q_heads + task.head) * p.sq + task.first_row +
               row] = lse;
       }

@@ -700,9 +700,10 @@ struct WgmmaConsumer {
       float total = row_part[r];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
+      // Further up, 2^-by would be no normal number, and ex2 makes those zeros.
       // A vote, as a store by some lanes alone would be a divergent branch to ptxas, within which
       // it uses no uniform registers.
-      if (__any_sync(~0u, !(total < 1e38f))) smem.again = 1u;
+      if (__any_sync(~0u, !(total < 1e37f))) smem.again = 1u;
       const float by = total < C::kHigh ? 0.0f : ceilf(log2_approx(total));
       const float scale = exp2_approx(-by);
       factor[r] *= scale;
@@ -741,12 +742,12 @@ struct WgmmaConsumer {
         float2* target = reinterpret_cast<float2*>(p.partial_o + index * C::kHeadDim);
 #pragma unroll
         for (int g = 0; g < C::kOut / 4; ++g)
-          target[g * 4 + (lane & 3)] = sum[r] > 0.0f
+          target[g * 4 + (lane & 3)] = sum[r] != 0.0f
                                            ? make_float2(o[4 * g + 2 * r], o[4 * g + 2 * r + 1])
                                            : make_float2(0.0f, 0.0f);
         if ((lane & 3) == 0)
           reinterpret_cast<float2*>(p.partial_ml)[index] =
-              make_float2(sum[r] > 0.0f ? bound[r] : negative_infinity(), sum[r]);
+              make_float2(sum[r] != 0.0f ? bound[r] : negative_infinity(), sum[r]);
       }
       return;
     }
@@ -756,7 +757,7 @@ struct WgmmaConsumer {
     for (int r = 0; r < 2; ++r) {
       const bool exists = tile_row + 8 * r < task.rows;
       const i64 row = warp_row + (lane >> 2) + 8 * r;
-      const bool any = sum[r] > 0.0f;
+      const bool any = sum[r] != 0.0f;
       const float inverse = 1.0f / sum[r];
 #pragma unroll
       for (int g = 0; g < C::kOut / 4; g += 4) {
@@ -776,8 +777,8 @@ struct WgmmaConsumer {
       }
       if (p.lse != nullptr && (lane & 3) == 0 && exists) {
         p.lse[static_cast<i64>(task.head) * p.sq + row] =
-            sum[r] > 0.0f ? (bound[r] + log2_approx(sum[r])) * 0.6931471805599453f
-                          : negative_infinity();
+            sum[r] != 0.0f ? (bound[r] + log2_approx(sum[r])) * 0.6931471805599453f
+                           : negative_infinity();
       }
     }
   }

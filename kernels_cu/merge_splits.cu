@@ -34,9 +34,9 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, int merge) {
   float total = 0.0f;
   for (int slot = begin; slot < end; ++slot) {
     const float2 part = parts[static_cast<i64>(slot) * p.tile_rows + row];
-    if (part.y > 0.0f) total += exp2_approx(part.x - top) * part.y;
+    if (part.y != 0.0f) total += exp2_approx(part.x - top) * part.y;
   }
-  const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+  const float inverse = total != 0.0f ? 1.0f / total : 0.0f;
 
   const int flat = p.merge_head[merge];
   const int target_row = p.units == nullptr
@@ -50,7 +50,7 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, int merge) {
     for (int slot = begin; slot < end; ++slot) {
       const i64 index = static_cast<i64>(slot) * p.tile_rows + row;
       const float2 part = parts[index];
-      if (part.y > 0.0f) {
+      if (part.y != 0.0f) {
         const float weight = exp2_approx(part.x - top) * inverse;
         const float2 o = *reinterpret_cast<const float2*>(p.partial_o + index * p.row_width + d);
         x += weight * o.x;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, int merge) {
   }
   if (p.lse != nullptr && lane == 0) {
     p.lse[static_cast<i64>(flat) * p.sq + target_row] =
-        total > 0.0f ? (top + log2_approx(total)) * 0.6931471805599453f : negative_infinity();
+        total != 0.0f ? (top + log2_approx(total)) * 0.6931471805599453f : negative_infinity();
   }
 }
 

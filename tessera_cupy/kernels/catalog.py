@@ -376,7 +376,12 @@ def merge_for(config: KernelConfig) -> KernelConfig:
 
 @cache
 def twin_of(config: KernelConfig) -> KernelConfig | None:
-    """The entry of the same shape for plans in which tasks are twins, if there is one."""
+    """The entry of the same shape for plans in which tasks are twins, if there is one.
+
+    There is none for an entry with features: it would lack them.
+    """
+    if config.features:
+        return None
     twins = replace(config, features=("twins",), why="")
     for other in catalog(config.arch):
         if replace(other, why="") == twins:

@@ -441,7 +441,7 @@ def attend(
             plan.structs.clear()
         plan.structs[key] = structs
     params, merge_params = structs
-    twins = twin_of(config) if plan.twins else None
+    twins = twin_of(config) if plan.twins and g.capacity > 1 else None
     kernel = load(twins or config, g.device)
     merge_kernel = load(packed.merge, g.device) if plan.merge_count else None
     grid = min(g.capacity, plan.task_count) if packed.persistent else plan.task_count

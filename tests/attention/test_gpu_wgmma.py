@@ -136,6 +136,14 @@ def test_token_bits(gpu: Any, case: Any, random_mask: Any, rng: Any) -> None:
                     gpu.run(made, f"{name} {block}", regime=name)
 
 
+def test_token_bits_beside_lists_that_are_alike(gpu: Any, case: Any, rng: Any) -> None:
+    tokens = np.ones((640, 640), bool)
+    tokens[-100:] = np.tri(100, 640, 540, dtype=bool)
+    mask = BlockMask.from_tokens(tokens, (64, 64))
+    for regime in ("auto", "attend_wgmma/q128k192/share-pack/longest+split"):
+        gpu.run(case(mask, dim=64, dtype="float16", rng=rng), regime, regime=regime)
+
+
 @pytest.fixture
 def launched(monkeypatch: Any) -> list[str]:
     """Names of the kernels that are launched."""

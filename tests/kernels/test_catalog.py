@@ -13,6 +13,7 @@ from tessera_cupy.kernels.catalog import (
     find,
     fingerprint,
     merge_for,
+    twin_of,
     why_not,
 )
 from tessera_cupy.kernels.specialise import read_sources, source
@@ -72,6 +73,18 @@ def test_hopper_s_kernel_fills_rows_to_the_next_64(head_dim: int, served_by: int
     found = find("sm_90a", "attend_wgmma", "bfloat16", head_dim, 128, 192, bits=False)
     assert found is not None
     assert found.head_dim == served_by
+
+
+def test_an_entry_with_features_has_no_twin_that_lacks_them() -> None:
+    pairs = [(c, twin_of(c)) for c in EVERY]
+    assert [c for c, twin in pairs if twin and (c.features or c.kernel != "attend_wgmma")] == []
+    found = [(c, twin) for c, twin in pairs if twin]
+    assert len(found) == len([c for c in EVERY if c.twins])
+    for config, twin in found:
+        assert twin.twins
+        assert (twin.dtype, twin.head_dim, twin.tile_q, twin.tile_kv, twin.smem_bytes) == (
+            *(config.dtype, config.head_dim, config.tile_q, config.tile_kv, config.smem_bytes),
+        )
 
 
 def test_unknown_architecture_is_an_error() -> None:

@@ -7,6 +7,7 @@ names a folder of kernels to run in place of the package's. ``tests/emulator/REA
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import secrets
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera_cupy import BlockMask
+from tessera_cupy import BlockMask, reference
 from tessera_cupy.kernels.arch import ARCHS
 from tessera_cupy.kernels.catalog import KernelConfig, catalog
 from tessera_cupy.mapping import Mapping, why_not
@@ -237,6 +238,33 @@ def test_scores_far_above_the_first_ones(
     mask = attention._random_mask(rng, (64, 64), (190, 900), axes=(1, 2), density=0.7)
     for mapping, organization in (("share-pack", "longest"), ("regroup-pack", "longest+split")):
         check(_entry("attend_wgmma", dim, dtype), mask, mapping, organization, sm_scale=scale)
+
+
+@pytest.mark.parametrize("power", [12.5, 100.0, 125.9, 126.1, 126.9, 127.5, 200.0])
+@pytest.mark.parametrize("kernel", ["attend_mma", "attend_wgmma"])
+def test_a_later_key_that_is_a_power_of_two_ahead(
+    kernel: str, power: float, built: Path, seed: int
+) -> None:
+    """Up to where floats end, where scaling makes zeros, and beyond."""
+    q = np.zeros((1, 1, 64, 64), np.float16)
+    k, v = np.zeros((2, 1, 1, 256, 64), np.float16)
+    q[..., 0] = k[..., 200, 0] = 1
+    v[0, 0] = np.random.default_rng(seed).standard_normal((256, 64))
+    mask = BlockMask.from_dense(np.ones((1, 4), bool), (64, 64), (64, 256))
+    config = _entry(kernel, 64)
+    out, lse = emulator.Emulator(built, seed, capacity=1).run(
+        mask,
+        *(q, k, v),
+        regime=f"{kernel}/q{config.tile_q}k{config.tile_kv}/retain-pack/rows",
+        arch=config.arch,
+        layout="BHSD",
+        sm_scale=power * math.log(2),
+    )
+    exact, exact_lse = reference.attention(
+        q, k, v, mask, sm_scale=power * math.log(2), return_lse=True
+    )
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=4e-3)
+    np.testing.assert_allclose(lse, exact_lse, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["attend_mma", "attend_wgmma"])

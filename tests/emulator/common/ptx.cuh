@@ -221,7 +221,10 @@ inline u32 pack2(float low, float high) {
 
 inline void barrier_sync() { emulator::bar_sync(0, emulator::machine.threads); }
 inline int pinned(int value) { return value; }
-inline float exp2_approx(float x) { return exp2f(x); }
+inline float exp2_approx(float x) {  // .ftz: subnormal results are zeros
+  const float y = exp2f(x);
+  return y < 1.17549435e-38f ? 0.0f : y;
+}
 inline float log2_approx(float x) { return log2f(x); }
 inline void keep(u32) {}
 inline float negative_infinity() { return -INFINITY; }
