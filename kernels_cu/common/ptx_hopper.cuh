@@ -175,59 +175,36 @@ __device__ __forceinline__ u64 descriptor(u32 low, u32 stride) {
 //   wgmma_pv      O (64 x N) = a (64 x 16, registers) * b (16 x N, row-major in shared memory) + O,
 //                 or without O; the predicate costs two moves to uniform registers
 //   wgmma_pv_add  O += a * b
-#define TESSERA_WGMMA(T, TYPE)                                                                 \
-  __device__ __forceinline__ void wgmma_qk(T, float (&c)[96], u64 a, u64 b) {                  \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" TESSERA_D96 \
-                 "}, %96, %97, 0, 1, 1, 0, 0;"                                                 \
-                 : TESSERA_R96(c)                                                              \
-                 : "l"(a), "l"(b));                                                            \
-  }                                                                                            \
-  __device__ __forceinline__ void wgmma_qk_add(T, float (&c)[96], u64 a, u64 b) {              \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" TESSERA_D96 \
-                 "}, %96, %97, 1, 1, 1, 0, 0;"                                                 \
-                 : TESSERA_R96(c)                                                              \
-                 : "l"(a), "l"(b));                                                            \
-  }                                                                                            \
-  __device__ __forceinline__ void wgmma_qk(T, float (&c)[64], u64 a, u64 b) {                  \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TESSERA_D64 \
-                 "}, %64, %65, 0, 1, 1, 0, 0;"                                                 \
-                 : TESSERA_R64(c)                                                              \
-                 : "l"(a), "l"(b));                                                            \
-  }                                                                                            \
-  __device__ __forceinline__ void wgmma_qk_add(T, float (&c)[64], u64 a, u64 b) {              \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TESSERA_D64 \
-                 "}, %64, %65, 1, 1, 1, 0, 0;"                                                 \
-                 : TESSERA_R64(c)                                                              \
-                 : "l"(a), "l"(b));                                                            \
-  }                                                                                            \
-  __device__ __forceinline__ void wgmma_pv(T, float (&c)[32], const u32* a, u64 b, int add) {  \
-    asm volatile(                                                                              \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, "                                               \
-        "0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" TESSERA_D32       \
-        "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;\n}"                                            \
-        : TESSERA_R32(c)                                                                       \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                       \
-  }                                                                                            \
-  __device__ __forceinline__ void wgmma_pv(T, float (&c)[64], const u32* a, u64 b, int add) {  \
-    asm volatile(                                                                              \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, "                                               \
-        "0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TESSERA_D64      \
-        "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}"                                            \
-        : TESSERA_R64(c)                                                                       \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                       \
-  }                                                                                            \
-  __device__ __forceinline__ void wgmma_pv_add(T, float (&c)[32], const u32* a, u64 b) {       \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" TESSERA_D32  \
-                 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"                                      \
-                 : TESSERA_R32(c)                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
-  }                                                                                            \
-  __device__ __forceinline__ void wgmma_pv_add(T, float (&c)[64], const u32* a, u64 b) {       \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" TESSERA_D64 \
-                 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                                      \
-                 : TESSERA_R64(c)                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
+// COUNT registers of an accumulator are N columns; the operands that follow them have the numbers
+// that the macros take.
+#define TESSERA_WGMMA_QK(NAME, T, TYPE, COUNT, N, A, B, ADD)                     \
+  __device__ __forceinline__ void NAME(T, float (&c)[COUNT], u64 a, u64 b) {     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
+                 " {" TESSERA_D##COUNT "}, " A ", " B ", " ADD ", 1, 1, 0, 0;"   \
+                 : TESSERA_R##COUNT(c)                                           \
+                 : "l"(a), "l"(b));                                              \
   }
+#define TESSERA_WGMMA_PV(T, TYPE, COUNT, N, A, B, ADD)                                           \
+  __device__ __forceinline__ void wgmma_pv(T, float (&c)[COUNT], const u32* a, u64 b, int add) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD                                         \
+                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE           \
+                 " {" TESSERA_D##COUNT "}, {" A "}, " B ", p, 1, 1, 1;\n}"                       \
+                 : TESSERA_R##COUNT(c)                                                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                \
+  }                                                                                              \
+  __device__ __forceinline__ void wgmma_pv_add(T, float (&c)[COUNT], const u32* a, u64 b) {      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                 \
+                 " {" TESSERA_D##COUNT "}, {" A "}, " B ", 1, 1, 1, 1;"                          \
+                 : TESSERA_R##COUNT(c)                                                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
+  }
+#define TESSERA_WGMMA(T, TYPE)                                        \
+  TESSERA_WGMMA_QK(wgmma_qk, T, TYPE, 64, 128, "%64", "%65", "0")     \
+  TESSERA_WGMMA_QK(wgmma_qk_add, T, TYPE, 64, 128, "%64", "%65", "1") \
+  TESSERA_WGMMA_QK(wgmma_qk, T, TYPE, 96, 192, "%96", "%97", "0")     \
+  TESSERA_WGMMA_QK(wgmma_qk_add, T, TYPE, 96, 192, "%96", "%97", "1") \
+  TESSERA_WGMMA_PV(T, TYPE, 32, 64, "%32,%33,%34,%35", "%36", "%37")  \
+  TESSERA_WGMMA_PV(T, TYPE, 64, 128, "%64,%65,%66,%67", "%68", "%69")
 
 TESSERA_WGMMA(half_t, "f16")
 TESSERA_WGMMA(bf16_t, "bf16")
