@@ -152,6 +152,12 @@ def measure_all(
     for case in cases:
         figures.append(measure(case, request, rivals))
         on_case(figures[-1])
+    peers = {"peers": [peer.name for peer in chosen]}
+    return report_head(request) | peers | report_body(sum_up(figures), figures)
+
+
+def report_head(request: Request) -> dict[str, Any]:
+    """What a report says of the machine and of q, k and v."""
     _, heads, tokens, head_dim = request.out.shape
     return {
         "gpu": gpu.name(),
@@ -160,11 +166,13 @@ def measure_all(
         "heads": heads,
         "head_dim": head_dim,
         "dtype": "bfloat16",
-        "peers": [peer.name for peer in chosen],
-        "rows": sum_up(figures),
-        "cases": figures,
-        "passed": all(one["check"]["passed"] for one in figures),
     }
+
+
+def report_body(rows: Sequence[Any], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A report's rows by family, its cases, and whether all of their outputs were right."""
+    passed = all(one["check"]["passed"] for one in figures)
+    return {"rows": rows, "cases": figures, "passed": passed}
 
 
 def sum_up(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

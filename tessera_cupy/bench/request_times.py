@@ -18,7 +18,7 @@ from tessera_cupy import interop
 from tessera_cupy.attention import block_sparse_attention
 from tessera_cupy.bench import contest, gpu
 from tessera_cupy.bench.check import expect_rows
-from tessera_cupy.bench.family_rates import Case, Request, versions
+from tessera_cupy.bench.family_rates import Case, Request, report_body, report_head
 from tessera_cupy.bench.flex import Flex, make_flex
 from tessera_cupy.masks import BlockMask
 
@@ -123,18 +123,7 @@ def measure_all(
     for case in cases:
         figures.append(measure(case, request, flex))
         on_case(figures[-1])
-    _, heads, tokens, head_dim = request.out.shape
-    return {
-        "gpu": gpu.name(),
-        "versions": versions(),
-        "tokens": tokens,
-        "heads": heads,
-        "head_dim": head_dim,
-        "dtype": "bfloat16",
-        "rows": sum_up(figures),
-        "cases": figures,
-        "passed": all(one["check"]["passed"] for one in figures),
-    }
+    return report_head(request) | report_body(sum_up(figures), figures)
 
 
 def sum_up(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

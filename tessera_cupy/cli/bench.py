@@ -181,19 +181,7 @@ def _families(args: argparse.Namespace, output: Output) -> int:
     from tessera_cupy.bench.families_run import run_families
     from tessera_cupy.bench.families_table import families_table
 
-    report = run_families(
-        tokens=args.tokens,
-        grid=tuple(args.grid) if args.grid else None,
-        heads=args.heads,
-        head_dim=args.head_dim,
-        families=args.family,
-        clips=args.clip,
-        peers=args.peers,
-        masks=args.masks,
-        mask_cache=args.mask_cache,
-        regime=args.regime,
-        console=output.console,
-    )
+    report = run_families(peers=args.peers, **_corpus(args), console=output.console)
     return _show(report, families_table, output)
 
 
@@ -201,20 +189,23 @@ def _request(args: argparse.Namespace, output: Output) -> int:
     from tessera_cupy.bench.request_run import run_request
     from tessera_cupy.bench.request_table import request_table
 
-    report = run_request(
-        tokens=args.tokens,
-        grid=tuple(args.grid) if args.grid else None,
-        heads=args.heads,
-        head_dim=args.head_dim,
-        families=args.family,
-        clips=args.clip,
-        flex=not args.no_flex,
-        masks=args.masks,
-        mask_cache=args.mask_cache,
-        regime=args.regime,
-        console=output.console,
-    )
+    report = run_request(flex=not args.no_flex, **_corpus(args), console=output.console)
     return _show(report, request_table, output)
+
+
+def _corpus(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that say which masks are measured, and with which plan."""
+    return {
+        "tokens": args.tokens,
+        "grid": tuple(args.grid) if args.grid else None,
+        "heads": args.heads,
+        "head_dim": args.head_dim,
+        "families": args.family,
+        "clips": args.clip,
+        "masks": args.masks,
+        "mask_cache": args.mask_cache,
+        "regime": args.regime,
+    }
 
 
 def _show(
