@@ -19,6 +19,8 @@ MAX_HEAD_DIM = 256
 ENTRIES = {"attend_mma": "attend", "attend_wgmma": "attend", "merge_splits": "merge_splits"}
 #: Kernels that build tiles on the GPU, in launch order.
 TILE_KERNELS = ("tile_counts", "tile_scan", "tile_fragments")
+#: Element types of kernels over tokens that are no attention, as their names and features say them.
+ELEMENTS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 #: How ``mask_state`` may find a mask in GPU memory; the one feature of an entry.
 MASK_FORMATS = ("dense", "packed", "lists", "csr")
 
@@ -30,7 +32,8 @@ class KernelConfig:
     Attributes:
         arch: architecture name, such as ``"sm_90a"``.
         kernel: the source file's name: ``"attend_mma"``, ``"attend_wgmma"``, ``"merge_splits"``,
-            ``"mask_state"``, ``"csr_columns"`` or one of :data:`TILE_KERNELS`.
+            ``"mask_state"``, ``"csr_columns"``, one of :data:`TILE_KERNELS` or of
+            :data:`TOKEN_KERNELS`.
         head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled. 0 for
             kernels that read no Q, K or V.
         dtype: ``"float16"`` or ``"bfloat16"``; empty for kernels that read no Q, K or V.
@@ -39,7 +42,8 @@ class KernelConfig:
         stages: K and V stages in shared memory.
         min_ctas: CTAs that fit on one multiprocessor together; bounds the registers.
         features: ``("bits",)`` when it reads token bits; ``("twins",)`` when pairs of CTAs share
-            the loads of equal lists; for ``mask_state`` one of :data:`MASK_FORMATS`; else empty.
+            the loads of equal lists; for ``mask_state`` one of :data:`MASK_FORMATS`; for a kernel
+            over tokens one of :data:`ELEMENTS`, if it reads any; else empty.
         why: the reason for this shape.
     """
 
@@ -242,6 +246,26 @@ _MASK_STATE_WHY = {
     "csr": "as for padded lists; rows begin at offsets",
 }
 _CSR_COLUMNS_WHY = "a warp a row, a lane a word: neighbouring lanes write neighbouring columns"
+
+
+class TokenKernel(NamedTuple):
+    """A kernel that moves, pools or scores tokens: the same shape for every architecture.
+
+    Attributes:
+        elements: of :data:`ELEMENTS`, those that it reads; none if it reads no tokens.
+        warps: warps of one CTA.
+        min_ctas: CTAs that fit on one multiprocessor together.
+        why: the reason for this shape.
+    """
+
+    elements: tuple[str, ...]
+    warps: int
+    min_ctas: int
+    why: str
+
+
+#: Kernels around the attention, by the name of their source: orders, and the rules of sparsifiers.
+TOKEN_KERNELS: dict[str, TokenKernel] = {}
 _MERGE_WARPS = 8
 _MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"
 
@@ -317,6 +341,10 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
     configs.append(
         _builder(target.name, "csr_columns", _MASK_STATE_WARPS, ctas, (), _CSR_COLUMNS_WHY)
     )
+    for kernel, of in TOKEN_KERNELS.items():
+        for element in of.elements or ("",):
+            features = (element,) if element else ()
+            configs.append(_builder(target.name, kernel, of.warps, of.min_ctas, features, of.why))
     for dtype in DTYPES:
         configs.append(
             KernelConfig(
@@ -391,7 +419,7 @@ def twin_of(config: KernelConfig) -> KernelConfig | None:
 
 @cache
 def builder(arch: str, name: str) -> KernelConfig:
-    """The entry with this name of a kernel that builds plans on the GPU.
+    """The entry with this name of a kernel that is no attention and merges none.
 
     >>> builder("sm_90", "mask_state_csr").features
     ('csr',)

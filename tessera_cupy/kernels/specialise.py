@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tessera_cupy._resources import kernels_dir
-from tessera_cupy.kernels.catalog import KernelConfig
+from tessera_cupy.kernels.catalog import ELEMENTS, TOKEN_KERNELS, KernelConfig
 
-_TYPES = {"float16": "half_t", "bfloat16": "bf16_t"}
+_TYPES = {"float16": "half_t", "bfloat16": "bf16_t", "float32": "float"}
 
 
 def source(config: KernelConfig) -> str:
@@ -42,6 +42,9 @@ def _instance(config: KernelConfig) -> tuple[str, str]:
         return f"{form}, {warps}, {ctas}", storage
     if config.kernel == "csr_columns":
         return f"{warps}, {ctas}", ""
+    if config.kernel in TOKEN_KERNELS:
+        elements = [_TYPES[ELEMENTS[feature]] for feature in config.features]
+        return ", ".join(map(str, (*elements, warps, ctas))), ""
     if not config.dtype:
         return str(warps), f"TileScanStorage<{warps}>" if config.kernel == "tile_scan" else ""
     element = _TYPES[config.dtype]
