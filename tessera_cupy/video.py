@@ -1,16 +1,18 @@
-"""Video token grids, and the order that lays small 3-D tiles of a grid side by side.
+"""Video token grids, and the orders that lay tokens which look alike side by side.
 
 A video diffusion model attends over ``t * h * w`` latent patches. In *raster* order the
 token at frame ``t``, row ``y``, column ``x`` has index ``(t * h + y) * w + x``, so 64
 neighbouring indices are a strip of one line. In *3-D-tile* order they are a small box in
-time and space, whose tokens look alike: blocks of such a sequence are what block-sparse
-masks switch on and off.
+time and space, in *temporal* order one place over the frames. Blocks of such a sequence are
+what block-sparse masks switch on and off. Some models attend over the tokens of the prompt
+in the same sequence, before or behind the video's; no order moves those.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,45 +31,105 @@ class TileSize(NamedTuple):
         return f"{self.t}x{self.h}x{self.w}"
 
 
+class TileBlocks(NamedTuple):
+    """A sequence cut into blocks that are 3-D tiles, and further blocks of text.
+
+    Attributes:
+        order: (tokens,) int64, the order in which each block's tokens are neighbours.
+        sizes: (blocks,) int32, the true token counts, in the sequence's order; they sum to
+            ``tokens``.
+        across: tiles along frames, rows and columns; the video's blocks are in raster order.
+        text: the numbers of the text's blocks; empty without text.
+    """
+
+    order: NDArray[np.int64]
+    sizes: NDArray[np.int32]
+    across: tuple[int, int, int]
+    text: slice
+
+
 @dataclass(frozen=True)
 class VideoGrid:
-    """A grid of ``t`` frames of ``h`` rows and ``w`` columns of tokens.
+    """A grid of ``t`` frames of ``h`` rows and ``w`` columns of tokens, and the prompt's tokens.
+
+    Attributes:
+        t: frames.
+        h: rows of a frame.
+        w: columns of a frame.
+        text_tokens: tokens of the prompt in the same sequence.
+        text_first: whether those come before the video's tokens, rather than behind.
+
+    Raises:
+        TypeError: a count that is no int, or ``text_first`` no bool.
+        ValueError: an axis without tokens, or a negative number of text tokens.
 
     >>> grid = VideoGrid(21, 30, 52)
     >>> grid.tokens
     32760
     >>> str(grid)
     '21x30x52'
+    >>> str(VideoGrid(13, 30, 45, text_tokens=226, text_first=True))
+    '226+13x30x45'
     """
 
     t: int
     h: int
     w: int
+    text_tokens: int = 0
+    text_first: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("t", self.t), ("h", self.h), ("w", self.w)):
+        for name, least in (("t", 1), ("h", 1), ("w", 1), ("text_tokens", 0)):
+            value = getattr(self, name)
+            expected = f"an int of at least {least}"
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(
-                    wrong(name, "an int of at least 1", repr(value), "pass whole numbers of tokens")
+                raise TypeError(wrong(name, expected, repr(value), "pass whole numbers of tokens"))
+            if value < least:
+                fix = "give each axis at least one token" if least else "pass 0 for no text"
+                raise ValueError(wrong(name, expected, value, fix))
+        if not isinstance(self.text_first, bool | np.bool_):
+            raise TypeError(
+                wrong(
+                    "text_first",
+                    "True or False",
+                    repr(self.text_first),
+                    "pass True where the text comes before the video",
                 )
-            if value < 1:
-                raise ValueError(
-                    wrong(name, "an int of at least 1", value, "give each axis at least one token")
-                )
+            )
 
     def __str__(self) -> str:
-        return f"{self.t}x{self.h}x{self.w}"
+        video = f"{self.t}x{self.h}x{self.w}"
+        if not self.text_tokens:
+            return video
+        if self.text_first:
+            return f"{self.text_tokens}+{video}"
+        return f"{video}+{self.text_tokens}"
+
+    @property
+    def frame_tokens(self) -> int:
+        """Tokens of a frame, ``h * w``."""
+        return self.h * self.w
+
+    @property
+    def video_tokens(self) -> int:
+        """Tokens of the video, ``t * h * w``."""
+        return self.t * self.h * self.w
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, ``t * h * w``."""
-        return self.t * self.h * self.w
+        """Length of the sequence, ``video_tokens + text_tokens``."""
+        return self.video_tokens + self.text_tokens
+
+    @property
+    def video_start(self) -> int:
+        """Index of the video's first token: ``text_tokens`` with ``text_first``, else 0."""
+        return self.text_tokens if self.text_first else 0
 
     def tile_order(self, tile: tuple[int, int, int]) -> NDArray[np.int64]:
         """The permutation from raster order to 3-D-tile order.
 
         Tiles follow each other in raster order, and so do the tokens inside a tile. Tiles
-        that the grid's edge cuts hold fewer tokens; nothing is padded.
+        that the grid's edge cuts hold fewer tokens; nothing is padded. Text keeps its place.
 
         Args:
             tile: extent of a tile as (frames, rows, columns), each at least 1.
@@ -77,21 +139,86 @@ class VideoGrid:
             so that ``x[..., order, :]`` permutes and ``y[..., inverse(order), :]`` undoes it.
 
         Raises:
+            TypeError: an extent is no int.
             ValueError: ``tile`` does not hold three positive extents.
 
         >>> VideoGrid(1, 2, 5).tile_order((1, 2, 2)).tolist()
         [0, 1, 5, 6, 2, 3, 7, 8, 4, 9]
         """
+        return self._ordered(self._tile_of_tokens(tile))
+
+    def tile_blocks(self, tile: tuple[int, int, int]) -> TileBlocks:
+        """The sequence in 3-D-tile order as blocks: a tile each, and the text behind or before.
+
+        The text is cut into blocks of as many tokens as a whole tile has; the last may be short.
+
+        Args:
+            tile: as in :meth:`tile_order`.
+
+        Raises:
+            TypeError, ValueError: as :meth:`tile_order`.
+
+        >>> blocks = VideoGrid(1, 2, 5, text_tokens=6).tile_blocks((1, 2, 2))
+        >>> blocks.sizes.tolist(), blocks.across, blocks.text
+        ([4, 4, 2, 4, 2], (1, 1, 3), slice(3, 5, None))
+        """
+        of_token = self._tile_of_tokens(tile)
+        across = self._tiles_across(tile)
+        video = np.bincount(of_token, minlength=math.prod(across))
+        whole, rest = divmod(self.text_tokens, math.prod(tile))
+        text = [math.prod(tile)] * whole + [rest] * (rest > 0)
+        parts = [text, video] if self.text_first else [video, text]
+        first = 0 if self.text_first else len(video)
+        return TileBlocks(
+            self._ordered(of_token),
+            np.concatenate(parts).astype(np.int32),
+            across,
+            slice(first, first + len(text)),
+        )
+
+    def temporal_order(self) -> NDArray[np.int64]:
+        """The permutation from raster order to temporal-major order.
+
+        Frame 0, which temporal patterns keep as a sink, comes first and in raster order. Then
+        all other frames place by place, so that the tokens of one place over time are
+        neighbours and a temporal pattern is a band. Text keeps its place.
+
+        Returns:
+            (tokens,) int64, as :meth:`tile_order`.
+
+        >>> VideoGrid(3, 1, 3).temporal_order().tolist()
+        [0, 1, 2, 3, 6, 4, 7, 5, 8]
+        """
+        raster = np.arange(self.video_tokens).reshape(self.t, self.frame_tokens)
+        return self._with_text(np.concatenate([raster[0], raster[1:].T.ravel()]))
+
+    def _tiles_across(self, tile: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Tiles along each axis, those that the edge cuts included."""
+        return -(-self.t // tile[0]), -(-self.h // tile[1]), -(-self.w // tile[2])
+
+    def _tile_of_tokens(self, tile: tuple[int, int, int]) -> NDArray[np.int64]:
+        """(video_tokens,) the number of each token's tile, in raster order."""
+        if any(isinstance(n, bool) or not isinstance(n, int | np.integer) for n in tile):
+            raise TypeError(wrong("tile", "three ints", tuple(tile), "pass (t, h, w)"))
         if len(tile) != 3 or min(tile) < 1:
             raise ValueError(
                 wrong("tile", "three extents of at least 1", tuple(tile), "pass (t, h, w)")
             )
         extents = (self.t, self.h, self.w)
         at = [np.arange(n) // size for n, size in zip(extents, tile, strict=True)]
-        across = [-(-n // size) for n, size in zip(extents, tile, strict=True)]
-        of_token = (at[0][:, None, None] * across[1] + at[1][:, None]) * across[2] + at[2]
-        # Stable, so that raster order survives inside each tile.
-        return np.argsort(of_token.ravel(), kind="stable").astype(np.int64)
+        _, rows, columns = self._tiles_across(tile)
+        of_token: NDArray[np.int64] = (at[0][:, None, None] * rows + at[1][:, None]) * columns
+        return (of_token + at[2]).ravel()
+
+    def _ordered(self, key: NDArray[Any]) -> NDArray[np.int64]:
+        """The order by a key of each video token; stable, so that raster order breaks ties."""
+        return self._with_text(np.argsort(key, kind="stable"))
+
+    def _with_text(self, video: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The order of the sequence for an order of the video's tokens."""
+        order = np.arange(self.tokens)
+        order[self.video_start : self.video_start + self.video_tokens] = self.video_start + video
+        return order
 
 
 def inverse(order: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -113,25 +240,26 @@ def inverse(order: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class VideoModel(NamedTuple):
-    """Self-attention of a published video model: heads, head dim, and its grid of video tokens."""
+    """Self-attention of a published video model: heads, head dim, and its grid."""
 
     heads: int
     head_dim: int
     grid: VideoGrid
 
 
-#: Published models by name, frames and resolution.
+#: Published models by name, frames and resolution; text tokens as the model pads its prompts to.
 MODELS: dict[str, VideoModel] = {
     "wan-14b-81f-480p": VideoModel(40, 128, VideoGrid(21, 30, 52)),
     "wan-14b-81f-720p": VideoModel(40, 128, VideoGrid(21, 45, 80)),
     "wan-14b-61f-720p": VideoModel(40, 128, VideoGrid(16, 45, 80)),
     "wan-1.3b-81f-480p": VideoModel(12, 128, VideoGrid(21, 30, 52)),
     "wan2.2-5b-121f-704p": VideoModel(24, 128, VideoGrid(31, 22, 40)),
-    "hunyuan-129f-720p": VideoModel(24, 128, VideoGrid(33, 45, 80)),
-    "hunyuan-125f-720p": VideoModel(24, 128, VideoGrid(32, 45, 80)),
-    "hunyuan-117f-768p": VideoModel(24, 128, VideoGrid(30, 48, 80)),
-    "hunyuan1.5-121f-720p": VideoModel(16, 128, VideoGrid(31, 45, 80)),
-    "cogvideox-5b-49f-480p": VideoModel(48, 64, VideoGrid(13, 30, 45)),
-    "cogvideox1.5-5b-81f-768p": VideoModel(48, 64, VideoGrid(11, 48, 85)),
+    "hunyuan-129f-720p": VideoModel(24, 128, VideoGrid(33, 45, 80, text_tokens=256)),
+    "hunyuan-125f-720p": VideoModel(24, 128, VideoGrid(32, 45, 80, text_tokens=256)),
+    "hunyuan-117f-768p": VideoModel(24, 128, VideoGrid(30, 48, 80, text_tokens=256)),
+    # About 1,000 tokens of the prompt, taken as 1,000, and 256 for text to be drawn.
+    "hunyuan1.5-121f-720p": VideoModel(16, 128, VideoGrid(31, 45, 80, text_tokens=1_256)),
+    "cogvideox-5b-49f-480p": VideoModel(48, 64, VideoGrid(13, 30, 45, 226, text_first=True)),
+    "cogvideox1.5-5b-81f-768p": VideoModel(48, 64, VideoGrid(11, 48, 85, 226, text_first=True)),
     "longcat-93f-480p": VideoModel(32, 128, VideoGrid(24, 30, 52)),
 }

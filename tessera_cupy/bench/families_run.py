@@ -141,8 +141,11 @@ def draw(
 
 
 def _model_grid(tokens: int) -> VideoGrid:
-    """The grid of the first known model with so many tokens."""
-    known = {model.grid.tokens: model.grid for model in reversed(MODELS.values())}
+    """The grid of the first known model with so many video tokens, without its text."""
+    known = {
+        model.grid.video_tokens: VideoGrid(model.grid.t, model.grid.h, model.grid.w)
+        for model in reversed(MODELS.values())
+    }
     if tokens not in known:
         raise ValueError(
             wrong(
