@@ -50,7 +50,7 @@ grid = VideoGrid(13, 20, 30)
 q, k, v = clips.video_heads("bikes", grid, heads=1)
 chosen = spade.select(q, k, grid)
 mask = chosen.mask
-print("3-D tile of the head:", chosen.tiles[0])
+print("3-D tile of the head:", spade.tiles_of(chosen)[0])
 print(mask)
 
 # %% [markdown]

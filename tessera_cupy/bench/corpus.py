@@ -70,7 +70,7 @@ def spade_bits(
     for head in range(source.heads):
         q, k, _ = clips.project(features, source.grid, head, head_dim=source.head_dim)
         q, k = to_device(q[None, None]), to_device(k[None, None])
-        tiles = spade.select(q, k, source.grid).tiles
+        tiles = spade.tiles_of(spade.select(q, k, source.grid))
         for family in families:
             chosen = spade.select(
                 q, k, source.grid, block_size=family.block_size, keep=family.keep, tiles=tiles

@@ -235,7 +235,7 @@ def _describe(chosen: Selection) -> dict[str, Any]:
         "density": mask.density(),
         "run_coverage": mask.run_coverage(),
         "blocks_in_a_row": [int(counts.min()), int(counts.max())],
-        "tiles": [str(tile) for tile in chosen.tiles],
+        "tiles": [str(tile) for tile in spade.tiles_of(chosen)],
     }
 
 

@@ -1,16 +1,23 @@
-"""What a sparsifier returns: a mask, and the token order of each head that it is meant for."""
+"""What a sparsifier returns, and what all of them ask of their queries and keys."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
-from tessera_cupy.video import TileSize, inverse
+from tessera_cupy.video import VideoGrid
+
+if TYPE_CHECKING:
+    from tessera_cupy.permute import TokenOrders
+
+#: Element types of queries and keys.
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def namespace(array: Any, argument: str) -> Any:
@@ -32,15 +39,49 @@ def namespace(array: Any, argument: str) -> Any:
     raise TypeError(wrong(argument, "a NumPy or CuPy array", type(array).__name__, fix))
 
 
+@dataclass(eq=False)
+class _Watch:
+    """Flags of a GPU that kernels raise where q or k holds what is no number.
+
+    Attributes:
+        addresses: of q and k.
+        flags: (2,) int32 on the GPU, of q and of k; 0 until something is found.
+    """
+
+    addresses: tuple[int, int]
+    flags: Any
+
+
+class _Watched(threading.local):
+    """The watch over the inputs that a thread checked last."""
+
+    watch: _Watch | None = None
+
+
+_watched = _Watched()
+_NAMES = ("q", "k")
+
+
+def flag_of(x: Any) -> int:
+    """Address of the int32 that a kernel sets where it meets NaN or an infinity in ``x``.
+
+    Returns:
+        0 where nobody asked: ``x`` is none of the arrays that :func:`checked_inputs` saw last.
+    """
+    watch = _watched.watch
+    if watch is None or x.data.ptr not in watch.addresses:
+        return 0
+    return int(watch.flags.data.ptr) + 4 * watch.addresses.index(x.data.ptr)
+
+
 @dataclass(frozen=True, eq=False)
 class Selection:
     """A mask over tokens that each head first puts in an order of its own.
 
     Attributes:
         mask: what to compute, over tokens in the heads' orders.
-        order: (batch, heads, tokens) int64 on the host, the raster index of the token at
-            each place of a head's order.
-        tiles: the 3-D tile of each head, in (batch, head) order.
+        orders: the orders, and which of them each head takes.
+        notes: what else a rule tells, by name.
 
     Example:
         ::
@@ -53,30 +94,110 @@ class Selection:
     """
 
     mask: BlockMask
-    order: NDArray[np.int64]
-    tiles: tuple[TileSize, ...]
+    orders: TokenOrders
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    # Of the inputs that this thread checked last, which are those that the mask was made from.
+    _watch: _Watch | None = field(default_factory=lambda: _watched.watch, init=False, repr=False)
 
     def permute(self, x: Any) -> Any:
         """Put ``x`` of shape (batch, heads, tokens, d), in raster order, in the heads' orders."""
-        return self._gather(x, self.order)
+        return self.orders.permute(x)
 
     def restore(self, x: Any) -> Any:
         """Undo :meth:`permute`: back to raster order."""
-        return self._gather(x, inverse(self.order))
+        return self.orders.restore(x)
 
-    def _gather(self, x: Any, order: NDArray[np.int64]) -> Any:
-        xp = namespace(x, "x")
-        if x.ndim != 4 or tuple(x.shape[:3]) != order.shape:
-            raise ValueError(
-                wrong(
-                    "x",
-                    f"shape (batch, heads, tokens, d) = {(*order.shape, 'd')}",
-                    f"shape {tuple(x.shape)}",
-                    "pass arrays of the q and k that the selection was made from",
-                )
+    def check(self) -> None:
+        """Wait for the GPU, and look whether q and k held numbers alone.
+
+        NumPy arrays were looked at when the selection was made.
+
+        Raises:
+            ValueError: there was NaN or an infinity in them, so that the mask says nothing.
+        """
+        if self._watch is not None:
+            for name, flag in zip(_NAMES, self._watch.flags.get(), strict=True):
+                if flag:
+                    raise _not_finite(name)
+
+
+def checked_inputs(q: Any, k: Any, grid: VideoGrid) -> Any:
+    """Check what every rule takes, and give the array module of ``q`` and ``k``.
+
+    Args:
+        q: (batch, heads, tokens, d) queries in raster order, any float dtype, NumPy or CuPy.
+        k: (batch, heads, tokens, d) keys, likewise.
+        grid: the video grid that the tokens lie on; ``grid.tokens`` is ``tokens``.
+
+    Returns:
+        ``numpy`` or ``cupy``. Arrays on a GPU are read later, by the kernels of the rule;
+        :meth:`Selection.check` tells what they found.
+
+    Raises:
+        TypeError: ``q`` or ``k`` is neither a NumPy nor a CuPy array of floats, or ``grid`` no
+            VideoGrid.
+        ValueError: shapes that do not fit each other or the grid; NaN or an infinity in NumPy
+            arrays.
+
+    >>> x = np.zeros((1, 2, 64, 16), np.float32)
+    >>> checked_inputs(x, x, VideoGrid(1, 8, 8)).__name__
+    'numpy'
+    """
+    xp = namespace(q, "q")
+    if namespace(k, "k") is not xp:
+        raise TypeError(
+            wrong("k", f"a {xp.__name__} array, as q", type(k).__name__, "keep q and k together")
+        )
+    if not isinstance(grid, VideoGrid):
+        raise TypeError(
+            wrong(
+                "grid",
+                "a VideoGrid",
+                repr(grid),
+                "pass tessera_cupy.video.VideoGrid(frames, rows, columns)",
             )
-        moved = xp.empty_like(x, order="C")
-        places = xp.asarray(order)
-        for b, h in np.ndindex(*order.shape[:2]):
-            moved[b, h] = x[b, h][places[b, h]]
-        return moved
+        )
+    for name, x in zip(_NAMES, (q, k), strict=True):
+        if x.dtype.name not in DTYPES:
+            raise TypeError(
+                wrong(name, f"one of {', '.join(DTYPES)}", x.dtype.name, "convert with astype")
+            )
+    if q.ndim != 4 or q.shape[2] != grid.tokens or 0 in q.shape:
+        raise ValueError(
+            wrong(
+                "q",
+                f"shape (batch, heads, {grid.tokens}, d) for a grid of {grid}",
+                f"shape {tuple(q.shape)}",
+                "pass the grid of all tokens; VideoGrid's text_tokens says how many are text",
+            )
+        )
+    if tuple(k.shape) != tuple(q.shape):
+        raise ValueError(
+            wrong(
+                "k",
+                f"q's shape {tuple(q.shape)}",
+                f"shape {tuple(k.shape)}",
+                "repeat the keys of grouped heads first",
+            )
+        )
+    _watch_inputs(q, k, xp)
+    return xp
+
+
+def _watch_inputs(q: Any, k: Any, xp: Any) -> None:
+    _watched.watch = None
+    if xp is not np:
+        flags = xp.empty(2, np.int32)
+        stream = xp.cuda.get_current_stream()
+        xp.cuda.runtime.memsetAsync(flags.data.ptr, 0, flags.nbytes, stream.ptr)
+        _watched.watch = _Watch((q.data.ptr, k.data.ptr), flags)
+        return
+    for name, x in zip(_NAMES, (q, k), strict=True):
+        # A head at a time: the answers for all would take as much memory as bytes there are.
+        if not all(np.isfinite(x[b, h]).all() for b, h in np.ndindex(*x.shape[:2])):
+            raise _not_finite(name)
+
+
+def _not_finite(name: str) -> ValueError:
+    fix = f"look for what made them before {name}; a mask of such values says nothing"
+    return ValueError(wrong(name, "finite numbers", "NaN or infinities", fix))

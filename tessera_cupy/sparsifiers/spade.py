@@ -1,25 +1,33 @@
 """SPADE's rule: per-head 3-D tiles, block-wise extremes for scores, top-k, sinks, diagonal.
 
 For each head, tokens are put in the order of small 3-D tiles, of the shape under which the
-queries inside a block are most alike, and cut into blocks. With ``max`` and ``min`` taken
-per channel over the tokens of a block, query block ``i`` scores key block ``j`` with
+queries inside a block are most alike (mean cosine similarity), and cut into blocks. With ``max``
+and ``min`` taken per channel over the tokens of a block, query block ``i`` scores key block ``j``
+with
 
     score[i, j] = max((Qmax[i] + Qmin[i]) . Kmax[j], (Qmax[i] + Qmin[i]) . Kmin[j])
 
 Each row keeps its ``int(keep * key blocks)`` best, the first ``sinks`` key blocks, and the
-key blocks within ``diagonal`` of its own place.
+key blocks within ``diagonal`` of its own place. Blocks that hold text tokens are kept in full, as
+rows and as columns.
+
+On a GPU everything stays there: the choice of tiles, the scores, and the mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
-from tessera_cupy.sparsifiers.selection import Selection, namespace
+from tessera_cupy.permute import TokenOrders
+from tessera_cupy.sparsifiers import scoring
+from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
 from tessera_cupy.video import TileSize, VideoGrid
 
 #: Tile shapes (frames, rows, columns) that a head chooses from, for Wan's models.
@@ -35,9 +43,6 @@ WAN_TILES = (
 #: The same for HunyuanVideo.
 HUNYUAN_TILES = (*WAN_TILES, TileSize(1, 16, 4), TileSize(32, 1, 2))
 
-# Rows of blocks whose products are in memory at a time: 32 x 900 blocks x 128 floats are 15 MB.
-_PRODUCT_ROWS = 32
-
 
 def select(
     q: Any,
@@ -47,7 +52,7 @@ def select(
     block_size: tuple[int, int] = (64, 64),
     keep: float = 0.17,
     sinks: int = 5,
-    diagonal: int = 2,
+    diagonal: float = 2,
     tiles: Sequence[tuple[int, int, int]] = WAN_TILES,
 ) -> Selection:
     """Choose each head's tile shape and the blocks that it keeps.
@@ -60,128 +65,89 @@ def select(
         keep: fraction of the key blocks that top-k keeps in each row, 0 to 1. The published
             values are 0.17 for Wan and 0.10 or 0.14 for HunyuanVideo.
         sinks: leading key blocks that every row keeps; 5 to 10 were published.
-        diagonal: key blocks kept on both sides of a row's own place.
+        diagonal: key blocks kept on both sides of a row's own place; below 1, a fraction of all
+            key blocks. 2 and 0.015 were published.
         tiles: candidate tile shapes, as (frames, rows, columns).
 
     Returns:
-        A selection whose mask has a batch and head axis like ``q``'s.
+        A selection whose mask has a batch and head axis like ``q``'s. :func:`tiles_of` says which
+        tile each head took.
 
     Raises:
         TypeError: ``q`` or ``k`` is neither a NumPy nor a CuPy array, or ``grid`` no VideoGrid.
-        ValueError: shapes that do not fit each other or the grid, ``keep`` outside 0 to 1.
+        ValueError: shapes that do not fit each other or the grid, NaN or infinities in NumPy
+            arrays, ``keep`` outside 0 to 1, negative ``sinks`` or ``diagonal``, no tiles.
 
     >>> rng = np.random.default_rng(0)
     >>> q, k = rng.standard_normal((2, 1, 3, 600, 32))
     >>> chosen = select(q, k, VideoGrid(3, 10, 20))
-    >>> chosen.mask.num_blocks, len(chosen.tiles)
+    >>> chosen.mask.num_blocks, len(tiles_of(chosen))
     ((10, 10), 3)
     """
-    xp = namespace(q, "q")
-    _check(q, k, grid, keep, xp)
-    batch, heads, tokens, _ = q.shape
+    checked_inputs(q, k, grid)
+    _check_parameters(keep, sinks, diagonal, tiles)
     bq, bkv = block_size
-    nq, nkv = -(-tokens // bq), -(-tokens // bkv)
+    shapes = tuple(TileSize(*tile) for tile in tiles)
+    orders = scoring.most_alike(q, bq, candidates(grid, shapes))
+    always = _always(grid, (bq, bkv), sinks, diagonal)
 
-    orders = [grid.tile_order(tile) for tile in tiles]
-    places = [xp.asarray(order) for order in orders]
-    always = xp.asarray(_always(nq, nkv, block_size, sinks, diagonal))
-    kept = xp.empty((batch, heads, nq, nkv), dtype=bool)
-    chosen = np.empty((batch, heads), dtype=np.int64)
-    for b, h in np.ndindex(batch, heads):
-        head_q = q[b, h].astype(xp.float32)
-        head_k = k[b, h].astype(xp.float32)
-        alike = xp.stack([_likeness(head_q[place], bq, xp) for place in places])
-        chosen[b, h] = best = int(alike.argmax())
-        score = _scores(head_q[places[best]], head_k[places[best]], block_size, xp)
-        kept[b, h] = always | _top(score, int(keep * nkv), xp)
+    q_high, q_low = scoring.pool_kinds(q, bq, ("max", "min"), orders=orders)
+    k_high, k_low = scoring.pool_kinds(k, bkv, ("max", "min"), orders=orders)
+    score = scoring.extreme_scores(q_high, q_low, k_high, k_low)
+    kept = scoring.keep_top(score, int(keep * always.shape[1]), always=always)
 
     return Selection(
-        mask=BlockMask.from_dense(kept, block_size, (tokens, tokens)),
-        order=np.stack(orders)[chosen],
-        tiles=tuple(TileSize(*tiles[i]) for i in chosen.ravel()),
+        mask=BlockMask.from_dense(kept, (bq, bkv), (grid.tokens, grid.tokens)),
+        orders=orders,
+        notes={"tiles": shapes},
     )
 
 
-def _check(q: Any, k: Any, grid: VideoGrid, keep: float, xp: Any) -> None:
-    if namespace(k, "k") is not xp:
-        raise TypeError(
-            wrong("k", f"a {xp.__name__} array, as q", type(k).__name__, "keep q and k together")
-        )
-    if not isinstance(grid, VideoGrid):
-        raise TypeError(
-            wrong(
-                "grid",
-                "a VideoGrid",
-                repr(grid),
-                "pass tessera_cupy.video.VideoGrid(frames, rows, columns)",
-            )
-        )
-    if q.ndim != 4 or q.shape[2] != grid.tokens:
-        raise ValueError(
-            wrong(
-                "q",
-                f"shape (batch, heads, {grid.tokens}, d) for a grid of {grid}",
-                f"shape {tuple(q.shape)}",
-                "pass the grid of the video tokens, without text tokens",
-            )
-        )
-    if tuple(k.shape) != tuple(q.shape):
-        raise ValueError(
-            wrong(
-                "k",
-                f"q's shape {tuple(q.shape)}",
-                f"shape {tuple(k.shape)}",
-                "repeat the keys of grouped heads first",
-            )
-        )
+def tiles_of(chosen: Selection) -> tuple[TileSize, ...]:
+    """The tile that each head of a selection took, in (batch, head) order; waits for the GPU."""
+    choice = chosen.orders.choice
+    places = choice if isinstance(choice, np.ndarray) else choice.get()
+    return tuple(chosen.notes["tiles"][place] for place in places.ravel())
+
+
+@lru_cache(maxsize=32)
+def candidates(grid: VideoGrid, tiles: tuple[TileSize, ...]) -> TokenOrders:
+    """The orders of a grid's tokens that a head chooses from; made, and copied to a GPU, once."""
+    return TokenOrders(np.stack([grid.tile_order(tile) for tile in tiles]).astype(np.int32))
+
+
+def _check_parameters(
+    keep: float, sinks: int, diagonal: float, tiles: Sequence[tuple[int, int, int]]
+) -> None:
     if not 0 <= keep <= 1:
         raise ValueError(wrong("keep", "a fraction from 0 to 1", keep, "pass 0.17 for 17%"))
+    if sinks < 0:
+        raise ValueError(wrong("sinks", "a number of blocks of at least 0", sinks, "pass 5"))
+    if diagonal < 0 or (diagonal >= 1 and diagonal != int(diagonal)):
+        fix = "pass 2, or 0.015 for 1.5% of the blocks"
+        raise ValueError(wrong("diagonal", "whole blocks, or a fraction below 1", diagonal, fix))
+    if not len(tiles):
+        raise ValueError(wrong("tiles", "at least one tile", "none", "pass WAN_TILES"))
 
 
-def _over_blocks(x: Any, block: int, reduction: str, xp: Any) -> Any:
-    """Reduce (tokens, d) to (blocks, d) over blocks of tokens, of which the last may be short."""
-    whole = len(x) // block * block
-    parts = [getattr(x[:whole].reshape(-1, block, x.shape[1]), reduction)(axis=1)]
-    if whole < len(x):
-        parts.append(getattr(x[whole:], reduction)(axis=0)[None])
-    return xp.concatenate(parts)
+@lru_cache(maxsize=32)
+def _always(
+    grid: VideoGrid, block_size: tuple[int, int], sinks: int, diagonal: float
+) -> NDArray[np.bool_]:
+    """(query blocks, key blocks): sinks, diagonal and text.
 
-
-def _likeness(x: Any, block: int, xp: Any) -> Any:
-    """Mean cosine similarity of the pairs of tokens inside blocks of (tokens, d)."""
-    unit = x / xp.maximum(xp.sqrt((x * x).sum(axis=1, keepdims=True)), 1e-12)
-    # The mean over all pairs of a block is the squared length of the block's mean.
-    return (_over_blocks(unit, block, "mean", xp) ** 2).sum(axis=1).mean()
-
-
-def _scores(q: Any, k: Any, block_size: tuple[int, int], xp: Any) -> Any:
+    With unequal blocks a row's place is every key block that it meets.
+    """
     bq, bkv = block_size
-    middle = _over_blocks(q, bq, "max", xp) + _over_blocks(q, bq, "min", xp)
-    high, low = _over_blocks(k, bkv, "max", xp), _over_blocks(k, bkv, "min", xp)
-    return xp.maximum(_products(middle, high, xp), _products(middle, low, xp))
-
-
-def _products(a: Any, b: Any, xp: Any) -> Any:
-    """``a @ b.T``, on a GPU without cuBLAS, which is not among the package's requirements."""
-    if xp is np:
-        return a @ b.T
-    starts = range(0, len(a), _PRODUCT_ROWS)
-    parts = [(a[i : i + _PRODUCT_ROWS, None] * b).sum(axis=2) for i in starts]
-    return xp.concatenate(parts)
-
-
-def _top(score: Any, count: int, xp: Any) -> Any:
-    # A stable sort, so that ties fall to the lower column with NumPy and with CuPy.
-    columns = xp.argsort(-score, axis=1, kind="stable")[:, :count]
-    kept = xp.zeros(score.shape, dtype=bool)
-    kept[xp.arange(len(score))[:, None], columns] = True
-    return kept
-
-
-def _always(nq: int, nkv: int, block_size: tuple[int, int], sinks: int, diagonal: int) -> Any:
-    """Sinks and diagonal; with unequal blocks a row's place is every key block that it meets."""
-    bq, bkv = block_size
+    nq, nkv = -(-grid.tokens // bq), -(-grid.tokens // bkv)
+    width = int(diagonal * nkv) if diagonal < 1 else int(diagonal)
     row, column = np.arange(nq)[:, None], np.arange(nkv)
     first, last = row * bq // bkv, ((row + 1) * bq - 1) // bkv
-    near = (column >= first - diagonal) & (column <= last + diagonal)
-    return near | (column < sinks)
+    kept: NDArray[np.bool_] = (column >= first - width) & (column <= last + width)
+    kept |= column < sinks
+    text = np.ones(grid.tokens, bool)
+    text[grid.video_start : grid.video_start + grid.video_tokens] = False
+    kept |= np.logical_or.reduceat(text, np.arange(0, grid.tokens, bq))[:, None]
+    kept |= np.logical_or.reduceat(text, np.arange(0, grid.tokens, bkv))
+    kept.setflags(write=False)
+    return kept
