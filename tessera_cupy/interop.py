@@ -279,17 +279,18 @@ class _Layout:
     """An operand's addresses as NumPy sees them; nothing reads the memory behind them."""
 
     def __init__(self, operand: Operand) -> None:
+        size = numpy_dtype(operand.dtype).itemsize
         self.__array_interface__ = {
             "version": 3,
-            "typestr": "<u2",
+            "typestr": f"<u{size}",
             "data": (operand.pointer, True),
             "shape": operand.shape,
-            "strides": tuple(2 * stride for stride in operand.strides),
+            "strides": tuple(size * stride for stride in operand.strides),
         }
 
 
 def device_memory(operand: Operand) -> NDArray[Any]:
-    """Where an operand of two-byte elements lies, to compare with others; not to be read."""
+    """Where an operand lies, to compare with others; not to be read."""
     return np.asarray(_Layout(operand))
 
 

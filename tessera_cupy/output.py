@@ -33,7 +33,7 @@ def check_out(out: Any, q: Any, request: Request, *, on_gpu: bool) -> None:
         raise ValueError(wrong("out", f"shape and dtype {expected}", got, "allocate it like q"))
     if not on_gpu:
         _check_on_host(out)
-        _check_elements(interop.host_memory(out))
+        check_elements(interop.host_memory(out))
         return
     target, source = interop.device_operand(out, "out"), interop.device_operand(q, "q")
     if target.device != source.device:
@@ -49,7 +49,7 @@ def check_out(out: Any, q: Any, request: Request, *, on_gpu: bool) -> None:
                 "leave it out, or allocate it like q",
             )
         )
-    _check_elements(interop.device_memory(target))
+    check_elements(interop.device_memory(target))
 
 
 def check_apart(out: NDArray[Any], inputs: dict[str, NDArray[Any]]) -> None:
@@ -79,7 +79,7 @@ def _place(array: NDArray[Any]) -> tuple[int, list[int]]:
     return array.__array_interface__["data"][0], used
 
 
-def _check_elements(out: NDArray[Any]) -> None:
+def check_elements(out: NDArray[Any]) -> None:
     """Refuse elements that share memory: each would be written several times."""
     for axis in range(out.ndim):
         # Two elements that first differ on this axis are as far apart wherever they start.

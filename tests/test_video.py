@@ -175,7 +175,7 @@ def test_where_the_video_starts() -> None:
 def test_wrong_text_is_refused() -> None:
     with pytest.raises(ValueError, match="`text_tokens`: expected an int of at least 0, got -1"):
         VideoGrid(1, 1, 1, text_tokens=-1)
-    with pytest.raises(TypeError, match="`text_tokens`: expected an int of at least 0, got 1.5"):
+    with pytest.raises(TypeError, match=r"`text_tokens`: expected an int of at least 0, got 1\.5"):
         VideoGrid(1, 1, 1, text_tokens=1.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`text_first`: expected True or False, got 226"):
         VideoGrid(1, 1, 1, 226, 226)  # type: ignore[arg-type]

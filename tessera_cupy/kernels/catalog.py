@@ -265,7 +265,24 @@ class TokenKernel(NamedTuple):
 
 
 #: Kernels around the attention, by the name of their source: orders, and the rules of sparsifiers.
-TOKEN_KERNELS: dict[str, TokenKernel] = {}
+TOKEN_KERNELS: dict[str, TokenKernel] = {
+    "antidiagonal_scores": TokenKernel(
+        ("fp16", "bf16"), 8, 2, "64 x 32 of a product a warp; the other CTA computes at a barrier"
+    ),
+    "antidiagonal_sums": TokenKernel((), 8, 4, "a warp a row of logarithms, of 8 or 16 rows"),
+    "kmeans_assign": TokenKernel(
+        ("fp16", "bf16"), 8, 2, "64 x 32 of a product a warp, and the bests of its rows beside it"
+    ),
+    "kmeans_means": TokenKernel(
+        ("fp16", "bf16"), 8, 4, "a CTA a cluster, as clusters differ in size"
+    ),
+    "kmeans_order": TokenKernel(
+        (), 16, 1, "a CTA a head; the labels' counts of 16 warps fill its shared memory"
+    ),
+    "permute_tokens": TokenKernel(
+        (), 8, 4, "rows as bytes, of any dtype; four CTAs have twice as much in flight as HBM needs"
+    ),
+}
 _MERGE_WARPS = 8
 _MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"
 
