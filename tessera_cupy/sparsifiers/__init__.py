@@ -7,7 +7,7 @@ each head that the mask is meant for.
 
 from __future__ import annotations
 
-from tessera_cupy.sparsifiers import spade
+from tessera_cupy.sparsifiers import longcat, radial, spade, ssta, sta, static, vsa
 from tessera_cupy.sparsifiers.selection import Selection
 
-__all__ = ["Selection", "spade"]
+__all__ = ["Selection", "longcat", "radial", "spade", "ssta", "sta", "static", "vsa"]
