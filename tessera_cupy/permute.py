@@ -367,8 +367,8 @@ def _check_outs(outs: Any, arrays: tuple[Any, ...], host: bool) -> None:
         check_elements(memory)
         others = [*memories, *(_memory(array, host) for array in arrays)]
         if any(np.shares_memory(memory, other) for other in others):
-            got = "memory that x or another out uses"
-            raise ValueError(wrong("out", "memory of its own", got, "allocate it like x"))
+            used = "memory that x or another out uses"
+            raise ValueError(wrong("out", "memory of its own", used, "allocate it like x"))
         memories.append(memory)
 
 
