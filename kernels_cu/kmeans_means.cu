@@ -1,0 +1,113 @@
+// The mean of each cluster's tokens, and what the next assignment needs of it; an empty cluster
+// keeps its centroid.
+//
+// One CTA a cluster. A thread adds up one 16-byte chunk of every few of its tokens, in the order of
+// the sort, and the sums of a chunk are added in the order of the threads: the result does not
+// depend on who comes first. Shared memory: 8 floats a thread.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/types.cuh"
+
+namespace tessera {
+
+struct KmeansMeansParams {
+  const void* x;      // (heads, tokens, 8 chunks) of T
+  const i32* order;   // (heads, tokens), by label; not read where all sizes are 0
+  const i32* sizes;   // (heads, size_stride), of which the first `clusters` count
+  const i32* starts;  // the same
+  float* centroids;   // (heads, clusters, 8 chunks), read where a cluster is empty
+  void* rounded;      // the same in T
+  float* half_norms;  // (heads, clusters): |rounded|^2 / 2
+  i32 tokens;
+  i32 chunks;
+  i32 clusters;
+  i32 size_stride;
+};
+
+template <typename T>
+__device__ __forceinline__ float widened(u32 bits) {
+  if constexpr (is_same<T, half_t>) {
+    // Subnormals too: the mantissa moves to its place, and the scale mends the exponent's bias.
+    const float size = __uint_as_float((bits & 0x7fffu) << 13) * 5.192296858534828e33f;  // 2^112
+    const float value =
+        (bits & 0x7c00u) == 0x7c00u ? __uint_as_float(0x7f800000u | (bits & 0x3ffu) << 13) : size;
+    return __uint_as_float(__float_as_uint(value) | (bits & 0x8000u) << 16);
+  } else {
+    return __uint_as_float(bits << 16);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void add_pair(float (&sum)[8], int i, u32 pair) {
+  sum[i] += widened<T>(pair & 0xffffu);
+  sum[i + 1] += widened<T>(pair >> 16);
+}
+
+template <typename T, int kWarps>
+__device__ __forceinline__ void kmeans_means(const KmeansMeansParams& p) {
+  extern __shared__ __align__(1024) u8 dynamic_smem[];
+  constexpr int kThreads = kWarps * 32;
+  float* const sums = reinterpret_cast<float*>(dynamic_smem);  // [8][threads]
+  const int thread = threadIdx.x;
+  const i64 head = blockIdx.x / static_cast<u32>(p.clusters);
+  const int cluster = blockIdx.x % static_cast<u32>(p.clusters);
+  const int size = __ldg(p.sizes + head * p.size_stride + cluster);
+  const int slots = kThreads / p.chunks;
+  const int chunk = thread % p.chunks;
+  const int slot = thread / p.chunks;
+
+  float sum[8] = {};
+  if (size > 0 && slot < slots) {
+    const i32* const order =
+        p.order + head * p.tokens + __ldg(p.starts + head * p.size_stride + cluster);
+    const uint4* const x = static_cast<const uint4*>(p.x) + head * p.tokens * p.chunks + chunk;
+#pragma unroll 4
+    for (int i = slot; i < size; i += slots) {
+      const uint4 v = __ldg(x + static_cast<i64>(__ldg(order + i)) * p.chunks);
+      add_pair<T>(sum, 0, v.x);
+      add_pair<T>(sum, 2, v.y);
+      add_pair<T>(sum, 4, v.z);
+      add_pair<T>(sum, 6, v.w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sums[i * kThreads + thread] = sum[i];
+  __syncthreads();
+
+  float norm = 0.0f;
+  if (thread < p.chunks) {
+    const i64 at = (head * p.clusters + cluster) * p.chunks + thread;
+    float* const centroid = p.centroids + 8 * at;
+    u32 packed[4];
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      float pair[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float total = 0.0f;
+        for (int s = 0; s < slots; ++s) total += sums[(i + e) * kThreads + s * p.chunks + thread];
+        pair[e] = size > 0 ? total / static_cast<float>(size) : centroid[i + e];
+        if (size > 0) centroid[i + e] = pair[e];
+      }
+      packed[i / 2] = pack2<T>(pair[0], pair[1]);
+      const float low = widened<T>(packed[i / 2] & 0xffffu);
+      const float high = widened<T>(packed[i / 2] >> 16);
+      norm += low * low + high * high;
+    }
+    static_cast<uint4*>(p.rounded)[at] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) norm += __shfl_xor_sync(~0u, norm, distance);
+  // Chunks are 32 at most, so they are all the first warp's.
+  if (thread == 0) p.half_norms[head * p.clusters + cluster] = 0.5f * norm;
+}
+
+}  // namespace tessera
+
+// The one entry of a specialisation.
+#define TESSERA_KMEANS_MEANS(T, WARPS, MIN_CTAS)                                \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)            \
+      kmeans_means(const __grid_constant__ tessera::KmeansMeansParams params) { \
+    tessera::kmeans_means<tessera::T, WARPS>(params);                           \
+  }

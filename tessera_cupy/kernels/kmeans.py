@@ -1,0 +1,153 @@
+"""Launching ``kmeans_assign.cu``, ``kmeans_order.cu`` and ``kmeans_means.cu``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tessera_cupy.kernels import launch
+from tessera_cupy.kernels.catalog import builder
+from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE
+
+#: ``KmeansAssignParams`` in kmeans_assign.cu.
+ASSIGN_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("x", "centroids", "half_norms", "labels", "flag")],
+        *[(name, np.int32) for name in ("x_tokens", "tokens", "chunks", "clusters", "tiles")],
+    ],
+    align=True,
+)
+#: ``KmeansOrderParams`` in kmeans_order.cu.
+ORDER_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("labels", "order", "sizes", "starts")],
+        *[(name, np.int32) for name in ("tokens", "clusters", "label_bits")],
+    ],
+    align=True,
+)
+#: ``KmeansMeansParams`` in kmeans_means.cu.
+MEANS_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("x", "order", "sizes", "starts")],
+        *[(name, np.uint64) for name in ("centroids", "rounded", "half_norms")],
+        *[(name, np.int32) for name in ("tokens", "chunks", "clusters", "size_stride")],
+    ],
+    align=True,
+)
+
+_SMEM = 48 * 1024
+_ORDER_WARPS = 16
+#: Labels that ``kmeans_order`` has room for: an int32, and 16 bits a warp, of each.
+MOST_LABELS = (_SMEM - 4 * _ORDER_WARPS) // (4 + 2 * _ORDER_WARPS)
+#: Tokens of a head: each warp counts its part in 16 bits.
+MOST_TOKENS = _ORDER_WARPS * (2**16 - 32)
+
+
+class Sorted(NamedTuple):
+    """Tokens by cluster.
+
+    Attributes:
+        order: (batch, heads, tokens) int32, the tokens of cluster 0 first; those of no cluster
+            come last, under one more label.
+        sizes: (batch, heads, labels) int32.
+        centroids: (batch, heads, clusters, d) float32.
+    """
+
+    order: Any
+    sizes: Any
+    centroids: Any
+
+
+def kmeans(
+    x: Any,
+    centroids: Any,
+    iterations: int,
+    *,
+    start: int,
+    tokens: int,
+    arch: str,
+    flag: int = 0,
+) -> Sorted:
+    """Lloyd's iterations on the GPU, on the current stream.
+
+    Args:
+        x: (batch, heads, all tokens, d) CuPy array, as ``token_rows.packed`` gives it.
+        centroids: (batch, heads, clusters, d) float32 CuPy array to begin with; overwritten.
+        iterations: at least 1.
+        start: first token that belongs to clusters.
+        tokens: how many do; others keep the label behind the last cluster's.
+        arch: architecture of the device, which is current.
+        flag: address of an int32 that is set where x holds NaN or infinities, or 0.
+    """
+    import cupy
+
+    batch, heads, every, d = x.shape
+    clusters = centroids.shape[2]
+    labels_count = clusters + (tokens < every)
+    planes, chunks, element = batch * heads, d // CHUNK, ELEMENT_OF[x.dtype.name]
+    rounded = cupy.empty(centroids.shape, x.dtype)
+    half_norms = cupy.empty((batch, heads, clusters), np.float32)
+    labels = cupy.empty((batch, heads, every), np.int32)
+    order = cupy.empty((batch, heads, every), np.int32)
+    sizes = cupy.empty((batch, heads, labels_count), np.int32)
+    starts = cupy.empty((batch, heads, labels_count), np.int32)
+    if tokens < every:
+        labels.fill(clusters)
+    # Without any tokens, the centroids stay, and are rounded.
+    stream = cupy.cuda.get_current_stream()
+    cupy.cuda.runtime.memsetAsync(sizes.data.ptr, 0, sizes.nbytes, stream.ptr)
+
+    tiles = -(-tokens // PRODUCT_TILE)
+    assign: dict[str, Any] = {
+        "x": x.data.ptr + start * d * x.dtype.itemsize,
+        "centroids": rounded.data.ptr,
+        "half_norms": half_norms.data.ptr,
+        "labels": labels.data.ptr + 4 * start,
+        "flag": flag,
+        "x_tokens": every,
+        "tokens": tokens,
+        "chunks": chunks,
+        "clusters": clusters,
+        "tiles": tiles,
+    }
+    sort: dict[str, Any] = {
+        "labels": labels.data.ptr,
+        "order": order.data.ptr,
+        "sizes": sizes.data.ptr,
+        "starts": starts.data.ptr,
+        "tokens": every,
+        "clusters": labels_count,
+        "label_bits": (labels_count - 1).bit_length(),
+    }
+    mean: dict[str, Any] = {
+        "x": x.data.ptr,
+        "order": order.data.ptr,
+        "sizes": sizes.data.ptr,
+        "starts": starts.data.ptr,
+        "centroids": centroids.data.ptr,
+        "rounded": rounded.data.ptr,
+        "half_norms": half_norms.data.ptr,
+        "tokens": every,
+        "chunks": chunks,
+        "clusters": clusters,
+        "size_stride": labels_count,
+    }
+
+    def run(name: str, struct: Any, ctas: int, smem: int) -> None:
+        config = builder(arch, name)
+        launch.load(config, x.device.id)((ctas,), (32 * config.warps,), struct, shared_mem=smem)
+
+    sorting = (launch.packed_struct(ORDER_PARAMS, sort),)
+    averaging = (launch.packed_struct(MEANS_PARAMS, mean),)
+    order_smem = 4 * _ORDER_WARPS + labels_count * (4 + 2 * _ORDER_WARPS)
+    means_smem = 4 * CHUNK * 32 * builder(arch, f"kmeans_means_{element}").warps
+    run(f"kmeans_means_{element}", averaging, planes * clusters, means_smem)
+    for i in range(iterations):
+        if i == 1:
+            assign["flag"] = 0  # it was looked for
+        assigning = (launch.packed_struct(ASSIGN_PARAMS, assign),)
+        run(f"kmeans_assign_{element}", assigning, planes * tiles, PRODUCT_SMEM)
+        run("kmeans_order", sorting, planes, order_smem)
+        run(f"kmeans_means_{element}", averaging, planes * clusters, means_smem)
+    return Sorted(order, sizes, centroids)

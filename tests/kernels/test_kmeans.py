@@ -1,0 +1,144 @@
+"""The k-means kernels on the CPU, against loops over tokens and centroids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tessera_cupy.kernels import kmeans
+from tests.emulator.emulator import compiler
+from tests.emulator.gpu import EmulatedGpu
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to build the emulator with")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+def lloyd(x: Any, centroids: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """One iteration on (tokens, d): labels by distance to rounded centroids, then means."""
+    rounded = centroids.astype(dtype).astype(np.float64)
+    labels = np.array([((token - rounded) ** 2).sum(axis=1).argmin() for token in x])
+    moved = centroids.astype(np.float64)
+    for c in range(len(centroids)):
+        if (labels == c).any():
+            moved[c] = x[labels == c].mean(axis=0)
+    return labels, moved
+
+
+def run(folder: Path, x: Any, centroids: Any, iterations: int, seed: int, **places: Any) -> Any:
+    """(order, sizes, centroids) of the kernels, on the host."""
+    gpu = EmulatedGpu(folder, seed)
+    where = {"start": 0, "tokens": x.shape[2], **places}
+    with gpu.here():
+        made = kmeans.kmeans(
+            gpu.array(x), gpu.array(centroids, writable=True), iterations, arch="sm_90a", **where
+        )
+        return tuple(array.get() for array in made)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("tokens", "clusters", "d", "dtype"),
+    [
+        (300, 5, 16, np.float16),  # three tiles, the last one short
+        (131, 140, 8, ml_dtypes.bfloat16),  # two tiles of centroids, most of them without tokens
+        (97, 3, 40, np.float16),  # a head dim that fills no slice
+        (1, 1, 8, np.float16),
+    ],
+)
+def test_one_iteration(folder: Path, tokens: int, clusters: int, d: int, dtype: Any) -> None:
+    rng = np.random.default_rng(tokens)
+    x = rng.standard_normal((2, 2, tokens, d)).astype(dtype)
+    centroids = rng.standard_normal((2, 2, clusters, d)).astype(np.float32)
+    order, sizes, moved = run(folder, x, centroids, 1, tokens)
+    for b, h in np.ndindex(2, 2):
+        wide = x[b, h].astype(np.float64)
+        labels, means = lloyd(wide, centroids[b, h], dtype)
+        assert sizes[b, h].tolist() == np.bincount(labels, minlength=clusters).tolist()
+        assert order[b, h].tolist() == np.argsort(labels, kind="stable").tolist()
+        assert moved[b, h] == pytest.approx(means, rel=1e-5, abs=1e-5)
+
+
+@needs_compiler
+def test_iterations_go_on_from_the_means(folder: Path) -> None:
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((1, 1, 200, 8)).astype(np.float16)
+    centroids = x[:, :, :6].astype(np.float32)
+    expected = centroids[0, 0]
+    for _ in range(3):
+        labels, means = lloyd(x[0, 0].astype(np.float64), expected, np.float16)
+        expected = means.astype(np.float32)
+    order, _, moved = run(folder, x, centroids, 3, 4)
+    assert order[0, 0].tolist() == np.argsort(labels, kind="stable").tolist()
+    assert moved[0, 0] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("start", [0, 3])
+def test_tokens_of_no_cluster_come_last(folder: Path, start: int) -> None:
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((1, 2, 150, 8)).astype(np.float16)
+    centroids = rng.standard_normal((1, 2, 4, 8)).astype(np.float32)
+    order, sizes, moved = run(folder, x, centroids, 1, 5, start=start, tokens=147)
+    others = [t for t in range(150) if not start <= t < start + 147]
+    for h in range(2):
+        wide = x[0, h].astype(np.float64)
+        labels, means = lloyd(wide[start : start + 147], centroids[0, h], np.float16)
+        assert sizes[0, h].tolist() == [*np.bincount(labels, minlength=4), 3]
+        expected = (np.argsort(labels, kind="stable") + start).tolist()
+        assert order[0, h].tolist() == expected + others
+        assert moved[0, h] == pytest.approx(means, rel=1e-5, abs=1e-5)
+
+
+@needs_compiler
+def test_equal_centroids_give_all_to_the_first(folder: Path) -> None:
+    x = np.ones((1, 1, 40, 8), np.float16)
+    centroids = np.ones((1, 1, 131, 8), np.float32)
+    order, sizes, moved = run(folder, x, centroids, 2, 6)
+    assert sizes[0, 0].tolist() == [40] + [0] * 130
+    assert order[0, 0].tolist() == list(range(40))
+    assert (moved == 1).all()
+
+
+@needs_compiler
+def test_the_same_bits_whatever_the_order_of_threads(folder: Path) -> None:
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((1, 1, 500, 16)).astype(ml_dtypes.bfloat16)
+    centroids = rng.standard_normal((1, 1, 9, 16)).astype(np.float32)
+    first, second = (run(folder, x, centroids, 2, seed) for seed in (1, 2))
+    for a, b in zip(first, second, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1.0])
+def test_what_is_no_number_is_flagged(folder: Path, value: float) -> None:
+    x = np.ones((1, 1, 200, 8), np.float16)
+    x[0, 0, 199, 3] = value
+    gpu = EmulatedGpu(folder, 8)
+    with gpu.here():
+        flag = gpu.array(np.zeros(1, np.int32), writable=True)
+        centroids = gpu.array(np.zeros((1, 1, 3, 8), np.float32), writable=True)
+        kmeans.kmeans(
+            gpu.array(x), centroids, 1, start=0, tokens=200, arch="sm_90a", flag=flag.data.ptr
+        )
+        assert flag.get().tolist() == [int(not np.isfinite(value))]
+
+
+@needs_compiler
+def test_as_many_labels_as_there_is_room_for(folder: Path) -> None:
+    rng = np.random.default_rng(9)
+    clusters = kmeans.MOST_LABELS
+    x = rng.standard_normal((1, 1, 1500, 8)).astype(np.float16)
+    centroids = x[:, :, :clusters].astype(np.float32)
+    order, sizes, _ = run(folder, x, centroids, 1, 9)
+    labels, _ = lloyd(x[0, 0].astype(np.float64), centroids[0, 0], np.float16)
+    assert sizes[0, 0].tolist() == np.bincount(labels, minlength=clusters).tolist()
+    assert order[0, 0].tolist() == np.argsort(labels, kind="stable").tolist()
