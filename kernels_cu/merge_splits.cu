@@ -4,16 +4,20 @@
 //   LSE = ln 2 * M + ln sum_i w_i l_i
 //
 // Part i holds unnormalised O_i (float32), the reference maximum m_i (log2 units) and the sum l_i.
-// One warp takes one row of a split tile, then of the one a grid further; lanes stride over the
-// head dim in pairs. grid = (split tiles or fewer, row groups): where a GPU made the plan, the
-// tiles that there may be are many more than there mostly are, and a CTA with nothing to do costs
-// time too. No shared memory.
+// One warp takes one row of a split tile, then of the one a grid further. A lane has the (m, l) of
+// one part, and of every part four neighbouring elements of the row, so that the reads of many
+// parts are under way together. grid = (split tiles or fewer, row groups): where a GPU made the
+// plan, the tiles that there may be are many more than there mostly are, and a CTA with nothing to
+// do costs time too. No shared memory.
 #pragma once
 
+#include "common/builders.cuh"
 #include "common/ptx.cuh"
 #include "common/types.cuh"
 
 namespace tessera {
+
+inline constexpr int kMaxHeadDim = 256;  // of the catalog
 
 template <typename T, int kWarps>
 __device__ __forceinline__ void merge_row(const MergeParams& p, int merge) {
@@ -26,15 +30,50 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, int merge) {
   const float2* parts = reinterpret_cast<const float2*>(p.partial_ml);
 
   float top = negative_infinity();
-  for (int slot = begin; slot < end; ++slot) {
+  for (int slot = begin + lane; slot < end; slot += 32) {
     top = fmaxf(top, parts[static_cast<i64>(slot) * p.tile_rows + row].x);
   }
-  // A part without keys has l = 0, and an m that lies below any other; with no keys in any part all
-  // weights are 0.
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) {
+    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, other));
+  }
+
+  // A part without keys has l = 0, an m that lies below any other, and an O that was not written;
+  // with no keys in any part all weights are 0.
+  constexpr int kReads = kMaxHeadDim / 128;  // of four elements of a row
+  float4 sum[kReads] = {};
   float total = 0.0f;
-  for (int slot = begin; slot < end; ++slot) {
-    const float2 part = parts[static_cast<i64>(slot) * p.tile_rows + row];
-    if (part.y != 0.0f) total += exp2_approx(part.x - top) * part.y;
+  for (int first = begin; first < end; first += 32) {
+    const bool mine = first + lane < end;
+    const float2 part = mine ? parts[static_cast<i64>(first + lane) * p.tile_rows + row]
+                             : float2{negative_infinity(), 0.0f};
+    const bool live = part.y != 0.0f;
+    const float weight = live ? exp2_approx(part.x - top) : 0.0f;
+    if (live) total += weight * part.y;
+    const u32 all_live = __ballot_sync(kAllLanes, live);
+    const int count = min(32, end - first);
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const float w = __shfl_sync(kAllLanes, weight, i);
+      const bool counts = (all_live >> i & 1) != 0;
+      const float* of =
+          p.partial_o + (static_cast<i64>(first + i) * p.tile_rows + row) * p.row_width;
+#pragma unroll
+      for (int read = 0; read < kReads; ++read) {
+        const int d = 128 * read + 4 * lane;
+        if (d < p.head_dim) {
+          const float4 o = *reinterpret_cast<const float4*>(of + d);
+          sum[read].x += counts ? w * o.x : 0.0f;
+          sum[read].y += counts ? w * o.y : 0.0f;
+          sum[read].z += counts ? w * o.z : 0.0f;
+          sum[read].w += counts ? w * o.w : 0.0f;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) {
+    total += __shfl_xor_sync(kAllLanes, total, other);
   }
   const float inverse = total != 0.0f ? 1.0f / total : 0.0f;
 
@@ -44,20 +83,14 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, int merge) {
                              : p.units[tile * (p.tile_rows / 16) + row / 16] + row % 16;
   u16* out = static_cast<u16*>(p.o) + (flat / p.q_heads) * p.o_stride.batch +
              (flat % p.q_heads) * p.o_stride.head + target_row * p.o_stride.row;
-  for (int d = 2 * lane; d < p.head_dim; d += 64) {
-    float x = 0.0f;
-    float y = 0.0f;
-    for (int slot = begin; slot < end; ++slot) {
-      const i64 index = static_cast<i64>(slot) * p.tile_rows + row;
-      const float2 part = parts[index];
-      if (part.y != 0.0f) {
-        const float weight = exp2_approx(part.x - top) * inverse;
-        const float2 o = *reinterpret_cast<const float2*>(p.partial_o + index * p.row_width + d);
-        x += weight * o.x;
-        y += weight * o.y;
-      }
+#pragma unroll
+  for (int read = 0; read < kReads; ++read) {
+    const int d = 128 * read + 4 * lane;
+    if (d < p.head_dim) {
+      u32* two = reinterpret_cast<u32*>(out + d);
+      two[0] = pack2<T>(inverse * sum[read].x, inverse * sum[read].y);
+      two[1] = pack2<T>(inverse * sum[read].z, inverse * sum[read].w);
     }
-    *reinterpret_cast<u32*>(out + d) = pack2<T>(x, y);
   }
   if (p.lse != nullptr && lane == 0) {
     p.lse[static_cast<i64>(flat) * p.sq + target_row] =
