@@ -20,6 +20,10 @@ class UnsupportedGpuError(TesseraError, RuntimeError):
     """The GPU's compute capability has no kernels; the message lists those that have."""
 
 
+class MissingExtraError(TesseraError, ImportError):
+    """A package of an optional extra is not installed; the message says how to get it."""
+
+
 class KernelMissingError(TesseraError, RuntimeError):
     """A kernel is not in the cache and compiling is switched off (``TESSERA_NO_JIT=1``)."""
 

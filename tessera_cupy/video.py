@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from tessera_cupy.errors import wrong
+from tessera_cupy.errors import MissingExtraError, wrong
 
 
 class TileSize(NamedTuple):
@@ -167,7 +167,7 @@ class VideoGrid:
         video = np.bincount(of_token, minlength=math.prod(across))
         whole, rest = divmod(self.text_tokens, math.prod(tile))
         text = [math.prod(tile)] * whole + [rest] * (rest > 0)
-        parts = [text, video] if self.text_first else [video, text]
+        parts: list[ArrayLike] = [text, video] if self.text_first else [video, text]
         first = 0 if self.text_first else len(video)
         return TileBlocks(
             self._ordered(of_token),
@@ -191,6 +191,73 @@ class VideoGrid:
         """
         raster = np.arange(self.video_tokens).reshape(self.t, self.frame_tokens)
         return self._with_text(np.concatenate([raster[0], raster[1:].T.ravel()]))
+
+    def curve_order(self, curve: str = "hilbert") -> NDArray[np.int64]:
+        """The permutation from raster order to the order along a space-filling curve.
+
+        Neighbours on a Hilbert curve are neighbours in time and space, so blocks of any size hold
+        compact regions. The curve fills the smallest cube of a power of two around the grid; its
+        places outside of the grid are left out. Text keeps its place. Needs the extra ``video``.
+
+        Args:
+            curve: ``"hilbert"``, the one that there is.
+
+        Returns:
+            (tokens,) int64, as :meth:`tile_order`.
+
+        Raises:
+            ValueError: another curve.
+            MissingExtraError: numpy-hilbert-curve is not installed.
+
+        >>> VideoGrid(1, 2, 2).curve_order().tolist()
+        [0, 1, 3, 2]
+        """
+        if curve != "hilbert":
+            raise ValueError(wrong("curve", "'hilbert'", repr(curve), "leave it out"))
+        try:
+            from hilbert import encode
+        except ImportError as error:
+            raise MissingExtraError(
+                "The order along a curve needs numpy-hilbert-curve, which computes Hilbert curves, "
+                "and it is not installed. Fix: pip install 'tessera-cupy[video]'."
+            ) from error
+        bits = max(1, (max(self.t, self.h, self.w) - 1).bit_length())
+        places = np.indices((self.t, self.h, self.w)).reshape(3, -1).T
+        # The package wants neighbours in memory, and makes a single number of a single token.
+        distance = encode(np.ascontiguousarray(places), 3, bits).reshape(-1)
+        return self._ordered(distance)
+
+    def explain(self, blocks: int | tuple[int, int, int] | None = None) -> str:
+        """The grid in words: its tokens, and how blocks of them fit.
+
+        Args:
+            blocks: tokens of a block, for blocks that cut the sequence as it is; a tile's (frames,
+                rows, columns), for :meth:`tile_blocks`; None for which of either fit exactly.
+
+        Raises:
+            TypeError, ValueError: no positive block size, or as :meth:`tile_order`.
+
+        >>> print(VideoGrid(21, 30, 52).explain((4, 4, 4)))
+        21x30x52: 32,760 tokens
+          video   21 frames of 30 x 52 = 1,560 tokens, 32,760 in all
+          text    none
+        3-D tiles of 4x4x4 = 64 tokens
+          blocks  624, of 6 x 8 x 13 tiles; 455 are whole
+          edges   the last tile has 1 of 4 frames, 2 of 4 rows
+          fill    52.5 of 64 tokens on average, the least 8
+          waste   7,176 of 39,936 places hold no token, 18.0 %
+        """
+        lines = [f"{self}: {self.tokens:,} tokens", *_grid_lines(self)]
+        if blocks is None:
+            lines += _legal_lines(self)
+        elif isinstance(blocks, int | np.integer) and not isinstance(blocks, bool):
+            lines += _block_lines(self, int(blocks))
+        elif isinstance(blocks, tuple):
+            lines += _tile_lines(self, blocks)
+        else:
+            fix = "pass 64, (4, 4, 4) or nothing"
+            raise TypeError(wrong("blocks", "an int or three", repr(blocks), fix))
+        return "\n".join(lines)
 
     def _tiles_across(self, tile: tuple[int, int, int]) -> tuple[int, int, int]:
         """Tiles along each axis, those that the edge cuts included."""
@@ -219,6 +286,122 @@ class VideoGrid:
         order = np.arange(self.tokens)
         order[self.video_start : self.video_start + self.video_tokens] = self.video_start + video
         return order
+
+
+#: Tokens of a 3-D tile that published rules use.
+_TILE_TOKENS = (64, 128, 384)
+#: Block sizes that are named: whole rows of matrix products, up to the largest that rules use.
+_ROWS, _MOST_ROWS = 16, 512
+_MOST_SHAPES = 5
+
+
+def _grid_lines(grid: VideoGrid) -> list[str]:
+    place = "before" if grid.text_first else "behind"
+    text = f"{grid.text_tokens:,} tokens {place} the video" if grid.text_tokens else "none"
+    return [
+        f"  video   {_counted(grid.t, 'frame')} of {grid.h} x {grid.w} = {grid.frame_tokens:,} "
+        f"tokens, {grid.video_tokens:,} in all",
+        f"  text    {text}",
+    ]
+
+
+def _block_lines(grid: VideoGrid, size: int) -> list[str]:
+    """How blocks of one size cut the sequence."""
+    if size < 1:
+        raise ValueError(wrong("blocks", "at least 1 token", size, "pass 64, for example"))
+    count = -(-grid.tokens // size)
+    last = grid.tokens - (count - 1) * size
+    lines = [
+        f"Blocks of {_counted(size, 'token')}",
+        f"  blocks  {count:,}",
+        f"  last    {last:,} of {size:,} tokens, {_percent(last, size)}",
+        f"  waste   {_waste(grid.tokens, count * size)}",
+    ]
+    border = grid.text_tokens if grid.text_first else grid.video_tokens
+    if grid.text_tokens and border % size:
+        lines.append(
+            f"  mixed   block {border // size:,}, counted from 0, holds both video and text"
+        )
+    return lines
+
+
+def _tile_lines(grid: VideoGrid, tile: tuple[int, int, int]) -> list[str]:
+    """How 3-D tiles cut the grid."""
+    blocks = grid.tile_blocks(tile)
+    volume, count = math.prod(tile), math.prod(blocks.across)
+    text = blocks.sizes[blocks.text]
+    video = np.delete(blocks.sizes, blocks.text)
+    whole = int((video == volume).sum())
+    axes = zip((grid.t, grid.h, grid.w), tile, ("frames", "rows", "columns"), strict=True)
+    edges = [f"{n % size} of {size} {name}" for n, size, name in axes if n % size]
+    across = " x ".join(map(str, blocks.across))
+    lines = [
+        f"3-D tiles of {TileSize(*tile)} = {_counted(volume, 'token')}",
+        f"  blocks  {count:,}, of {across} tiles; {'all' if whole == count else f'{whole:,}'} "
+        f"are whole",
+        f"  edges   {'the last tile has ' + ', '.join(edges) if edges else 'every axis fits'}",
+        f"  fill    {grid.video_tokens / count:,.1f} of {volume:,} tokens on average, the least "
+        f"{int(video.min()):,}",
+        f"  waste   {_waste(grid.video_tokens, count * volume)}",
+    ]
+    if len(text):
+        lines.append(
+            f"  text    {_counted(len(text), 'further block')}, the last of "
+            f"{_counted(int(text[-1]), 'token')}"
+        )
+    return lines
+
+
+def _legal_lines(grid: VideoGrid) -> list[str]:
+    """The tiles and block sizes that leave no block short."""
+    lines = ["3-D tiles that divide the grid"]
+    for volume in _TILE_TOKENS:
+        tiles = sorted(_tiles_of(volume), key=lambda tile: (_padding(grid, tile), sum(tile)))
+        exact = [tile for tile in tiles if _padding(grid, tile) == 0]
+        if exact:
+            more = len(exact) - _MOST_SHAPES
+            said = ", ".join(map(str, exact[:_MOST_SHAPES]))
+            said += f" and {more} more" if more > 0 else ""
+        else:
+            places = grid.video_tokens + _padding(grid, tiles[0])
+            said = f"none; {tiles[0]} wastes least, {_percent(_padding(grid, tiles[0]), places)}"
+        lines.append(f"  {f'{volume} tokens':<11} {said}")
+    sizes = range(_ROWS, _MOST_ROWS + 1, _ROWS)
+    dividing = [str(size) for size in sizes if grid.tokens % size == 0]
+    return [
+        *lines,
+        f"Block sizes that divide the sequence, of multiples of {_ROWS} up to {_MOST_ROWS}",
+        f"  {', '.join(dividing) or 'none, so that the last block is short'}",
+    ]
+
+
+def _tiles_of(volume: int) -> list[TileSize]:
+    """All tiles of so many tokens."""
+    factors = [n for n in range(1, volume + 1) if volume % n == 0]
+    return [
+        TileSize(t, h, volume // (t * h)) for t in factors for h in factors if volume % (t * h) == 0
+    ]
+
+
+def _padding(grid: VideoGrid, tile: TileSize) -> int:
+    """Places of all tiles that hold no token."""
+    axes = zip((grid.t, grid.h, grid.w), tile, strict=True)
+    return math.prod(-(-n // size) * size for n, size in axes) - grid.video_tokens
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %"
+
+
+def _waste(tokens: int, places: int) -> str:
+    if tokens == places:
+        return "none"
+    empty = places - tokens
+    return f"{empty:,} of {places:,} places hold no token, {_percent(empty, places)}"
 
 
 def inverse(order: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from tessera_cupy.errors import MissingExtraError
 from tessera_cupy.video import MODELS, VideoGrid, inverse
 
 sides = st.integers(1, 9)
@@ -184,6 +189,134 @@ def test_wrong_text_is_refused() -> None:
 def test_a_tile_of_no_ints_is_refused() -> None:
     with pytest.raises(TypeError, match="`tile`: expected three ints"):
         VideoGrid(4, 4, 4).tile_order((1, 2.0, 4))  # type: ignore[arg-type]
+
+
+def far(grid: VideoGrid, order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Steps on the grid from each video token to the next of an order."""
+    video = order[(order >= grid.video_start) & (order < grid.video_start + grid.video_tokens)]
+    places = np.array(np.unravel_index(video - grid.video_start, (grid.t, grid.h, grid.w)))
+    return np.abs(np.diff(places, axis=1)).sum(axis=0)
+
+
+@pytest.mark.parametrize("side", [2, 4, 8])
+def test_a_hilbert_curve_walks_from_neighbour_to_neighbour(side: int) -> None:
+    grid = VideoGrid(side, side, side, text_tokens=3, text_first=True)
+    order = grid.curve_order("hilbert")
+    assert order.dtype == np.int64
+    assert sorted(order) == list(range(side**3 + 3))
+    assert order[:4].tolist() == [0, 1, 2, 3]
+    assert (far(grid, order) == 1).all()
+    # Each octant is walked through before the next: the first eighth lies in one.
+    places = np.unravel_index(order[3 : 3 + side**3 // 8] - 3, (side, side, side))
+    assert all(axis.max() < side // 2 for axis in places)
+
+
+@given(sides, sides, sides, texts)
+def test_a_hilbert_curve_through_any_grid(t: int, h: int, w: int, text: tuple[int, bool]) -> None:
+    """The order on the enclosing cube, whose side is a power of two, less what is outside."""
+    grid = VideoGrid(t, h, w, *text)
+    side = 1 << (max(t, h, w) - 1).bit_length()
+    cube = VideoGrid(side, side, side).curve_order() if side > 1 else np.zeros(1, np.int64)
+    places = np.array(np.unravel_index(cube, (side, side, side)))
+    inside = (places < [[t], [h], [w]]).all(axis=0)
+    expected = np.ravel_multi_index(tuple(places[:, inside]), (t, h, w)) + grid.video_start
+    order = grid.curve_order()
+    video = order[grid.video_start : grid.video_start + grid.video_tokens]
+    assert (video == expected).all()
+    assert sorted(order) == list(range(grid.tokens))
+
+
+def test_a_curve_through_a_whole_video_takes_less_than_a_second() -> None:
+    grid = VideoGrid(21, 45, 80)
+    begin = time.perf_counter()
+    order = grid.curve_order()
+    taken = time.perf_counter() - begin
+    assert len(order) == 75_600
+    assert far(grid, order).mean() < 1.1
+    assert taken < 1
+
+
+def test_another_curve_is_refused() -> None:
+    with pytest.raises(ValueError, match="`curve`: expected 'hilbert', got 'morton'"):
+        VideoGrid(1, 2, 3).curve_order("morton")
+
+
+def test_the_curve_needs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hilbert", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'tessera-cupy\[video\]'"):
+        VideoGrid(1, 2, 3).curve_order()
+
+
+def test_which_blocks_fit() -> None:
+    # The extents of a tile divide 4, 2 and 16; the nearest to a cube come first.
+    assert VideoGrid(4, 2, 16).explain().splitlines() == [
+        "4x2x16: 128 tokens",
+        "  video   4 frames of 2 x 16 = 32 tokens, 128 in all",
+        "  text    none",
+        "3-D tiles that divide the grid",
+        "  64 tokens   4x2x8, 2x2x16, 4x1x16",
+        "  128 tokens  4x2x16",
+        "  384 tokens  none; 4x6x16 wastes least, 66.7 %",
+        "Block sizes that divide the sequence, of multiples of 16 up to 512",
+        "  16, 32, 64, 128",
+    ]
+
+
+def test_many_tiles_that_fit_are_counted() -> None:
+    text = VideoGrid(64, 64, 64).explain()
+    # Of 2^6 as three factors there are 28, and of 2^7 as three up to 2^6 there are 33.
+    assert "\n  64 tokens   4x4x4, 2x4x8, 2x8x4, 4x2x8, 4x8x2 and 23 more\n" in text
+    assert "and 28 more" in text
+    assert VideoGrid(1, 1, 7).explain().endswith("\n  none, so that the last block is short")
+
+
+def test_blocks_of_one_size_in_words() -> None:
+    # 40 tokens of video in 16s: the third block has 8 of them and 8 of text, the last 15 - 8.
+    assert VideoGrid(2, 4, 5, text_tokens=15).explain(16).splitlines() == [
+        "2x4x5+15: 55 tokens",
+        "  video   2 frames of 4 x 5 = 20 tokens, 40 in all",
+        "  text    15 tokens behind the video",
+        "Blocks of 16 tokens",
+        "  blocks  4",
+        "  last    7 of 16 tokens, 43.8 %",
+        "  waste   9 of 64 places hold no token, 14.1 %",
+        "  mixed   block 2, counted from 0, holds both video and text",
+    ]
+    before = VideoGrid(1, 4, 10, text_tokens=24, text_first=True).explain(8).splitlines()
+    assert before[1:3] == [
+        "  video   1 frame of 4 x 10 = 40 tokens, 40 in all",
+        "  text    24 tokens before the video",
+    ]
+    assert before[4:] == ["  blocks  8", "  last    8 of 8 tokens, 100.0 %", "  waste   none"]
+
+
+def test_tiles_in_words() -> None:
+    # Columns 0 to 3 and column 4: tiles of 2 * 2 * 4 and of 2 * 2 * 1 tokens.
+    assert VideoGrid(2, 4, 5, text_tokens=20).explain((2, 2, 4)).splitlines()[3:] == [
+        "3-D tiles of 2x2x4 = 16 tokens",
+        "  blocks  4, of 1 x 2 x 2 tiles; 2 are whole",
+        "  edges   the last tile has 1 of 4 columns",
+        "  fill    10.0 of 16 tokens on average, the least 4",
+        "  waste   24 of 64 places hold no token, 37.5 %",
+        "  text    2 further blocks, the last of 4 tokens",
+    ]
+    whole = VideoGrid(30, 48, 80).explain((6, 8, 8))
+    assert "blocks  300, of 5 x 6 x 10 tiles; all are whole" in whole
+    assert "edges   every axis fits" in whole
+    assert whole.endswith("waste   none")
+
+
+@pytest.mark.parametrize("bad", ["64", True, 6.5])
+def test_no_blocks_to_explain(bad: object) -> None:
+    with pytest.raises(TypeError, match="`blocks`: expected an int or three"):
+        VideoGrid(1, 2, 3).explain(bad)  # type: ignore[arg-type]
+
+
+def test_blocks_without_tokens_to_explain() -> None:
+    with pytest.raises(ValueError, match="`blocks`: expected at least 1 token, got 0"):
+        VideoGrid(1, 2, 3).explain(0)
+    with pytest.raises(ValueError, match="`tile`: expected three extents"):
+        VideoGrid(1, 2, 3).explain((4, 4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [0, -1])

@@ -5,11 +5,7 @@ from __future__ import annotations
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 
-from tessera_cupy.errors import TesseraError
-
-
-class MissingExtraError(TesseraError, ImportError):
-    """A package of an optional extra is not installed; the message says how to get it."""
+from tessera_cupy.errors import MissingExtraError as MissingExtraError
 
 
 def need(module: str, package: str, purpose: str) -> ModuleSpec:
