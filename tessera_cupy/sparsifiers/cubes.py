@@ -14,7 +14,12 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks.geometry import BLOCK_MAX, BLOCK_MIN, BLOCK_STEP
 from tessera_cupy.permute import TokenOrders
+from tessera_cupy.sparsifiers import fixed
 from tessera_cupy.video import VideoGrid
+
+Window = tuple[int, int, int]
+
+_AXES = ("frames", "rows", "columns")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,24 +59,36 @@ class Cubes:
         """The blocks, as pooling takes them: tokens of uniform ones, or all sizes."""
         return self.volume if self.uniform else self.sizes
 
-    def of_video(self, pooled: Any, xp: Any) -> Any:
-        """The part of (batch, heads, n, d) that belongs to the video's blocks."""
-        if self.tiles == len(self.sizes):
-            return pooled
-        return xp.ascontiguousarray(pooled[:, :, self.video])
+    def hide_text(self, keys: Any) -> Any:
+        """Pooled keys, (batch, heads, n, d) float32, with NaN in the text's blocks, in place.
 
-    def mask(self, kept: Any, xp: Any) -> BlockMask:
-        """The mask of a map over the video's blocks; text is kept whole.
-
-        Args:
-            kept: bool (batch, heads, tiles, tiles) of ``xp``, NumPy or CuPy.
-            xp: that array module.
+        Scores of NaN count as minus infinity, so that no text takes a place among the best.
         """
+        count = self.text.stop - self.text.start
+        if not count:
+            return keys
+        if isinstance(keys, np.ndarray):
+            keys[:, :, self.text] = np.nan
+            return keys
+        import cupy
+
+        batch, heads, blocks, channels = keys.shape
+        stream = cupy.cuda.get_current_stream().ptr
+        row = 4 * channels
+        for head in range(batch * heads):
+            first = keys.data.ptr + row * (head * blocks + self.text.start)
+            cupy.cuda.runtime.memsetAsync(first, 0xFF, row * count, stream)  # all ones are NaN
+        return keys
+
+    def with_text(self, video: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """A map of all blocks, (..., n, n), for one of the video's; text is kept whole."""
         n = len(self.sizes)
-        if self.tiles != n:
-            video = kept
-            kept = xp.ones((*video.shape[:2], n, n), bool)
-            kept[:, :, self.video, self.video] = video
+        kept = np.ones((*video.shape[:-2], n, n), np.bool_)
+        kept[..., self.video, self.video] = video
+        return kept
+
+    def mask(self, kept: Any) -> BlockMask:
+        """The mask of a block map, (batch, heads, n, n) bool, NumPy or CuPy."""
         tokens = int(self.sizes.sum())
         sizes = None if self.uniform else self.sizes
         return BlockMask.from_dense(
@@ -129,3 +146,71 @@ def share_kept(name: str, sparsity: float) -> float:
             wrong(name, "a fraction from 0 to below 1", sparsity, "pass 0.9 to keep a tenth")
         )
     return 1 - sparsity
+
+
+def always_text(cut: Cubes, like: Any) -> Any:
+    """The blocks that are kept for their text, (n, n) bool where ``like`` is; None without text."""
+    return always(cut, None, like) if cut.tiles < len(cut.sizes) else None
+
+
+def always(cut: Cubes, window: Window | None, like: Any) -> Any:
+    """The blocks that every head keeps: text, and a window of tiles around each tile.
+
+    Args:
+        cut: the blocks.
+        window: as for :func:`window_tiles`; None for no window.
+        like: a NumPy or CuPy array.
+
+    Returns:
+        (n, n) bool where ``like`` is, made once.
+    """
+    device = None if isinstance(like, np.ndarray) else int(like.device.id)
+    return _always(cut, window, device)
+
+
+@lru_cache(maxsize=32)
+def _always(cut: Cubes, window: Window | None, device: int | None) -> Any:
+    if window is None:
+        video = np.zeros((cut.tiles, cut.tiles), np.bool_)
+    else:
+        video = window_tiles(cut.across, window)
+    kept = cut.with_text(video)
+    return kept if device is None else fixed.copied_to(device, kept)
+
+
+def window_tiles(across: tuple[int, int, int], window: Window) -> NDArray[np.bool_]:
+    """Which tiles each tile keeps: (tiles, tiles) bool, tiles in raster order.
+
+    Args:
+        across: tiles along frames, rows and columns.
+        window: extent of the window in tiles.
+
+    Raises:
+        ValueError: along an axis the window is larger than the grid, below 1, or even without
+            being the whole axis.
+    """
+    for axis, n, extent in zip(_AXES, across, window, strict=True):
+        if not (extent == n or (1 <= extent < n and extent % 2)):
+            raise ValueError(
+                wrong(
+                    "windows",
+                    f"along {axis} an odd number of tiles below {n}, or all {n}",
+                    f"{extent} in {window}",
+                    f"the grid has {across[0]}x{across[1]}x{across[2]} tiles; take "
+                    f"{n if extent >= n else max(1, extent - 1)} along {axis}",
+                )
+            )
+    t, h, w = (_along(n, extent) for n, extent in zip(across, window, strict=True))
+    tiles = across[0] * across[1] * across[2]
+    kept = (
+        t[:, None, None, :, None, None]
+        & h[None, :, None, None, :, None]
+        & w[None, None, :, None, None, :]
+    )
+    return kept.reshape(tiles, tiles)
+
+
+def _along(n: int, extent: int) -> NDArray[np.bool_]:
+    at = np.arange(n)
+    start = np.clip(at - extent // 2, 0, n - extent)[:, None]
+    return (at >= start) & (at < start + extent)

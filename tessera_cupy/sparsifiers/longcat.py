@@ -53,9 +53,10 @@ def select(
     >>> select(q, k, VideoGrid(8, 16, 16)).mask.density()
     0.125
     """
-    xp = checked_inputs(q, k, grid)
+    checked_inputs(q, k, grid)
     cut = cubes.cut(grid, cube)
     # 0.1 * 1,440 may come out a little below 144, which is no reason to keep one less.
     count = max(1, int(cubes.share_kept("sparsity", sparsity) * cut.tiles + 1e-9))
-    means = [cut.of_video(pool(x, cut.blocks, "mean", orders=cut.orders), xp) for x in (q, k)]
-    return Selection(cut.mask(keep_top(scores(*means), count), xp), cut.orders)
+    queries, keys = (pool(x, cut.blocks, "mean", orders=cut.orders) for x in (q, k))
+    score = scores(queries, cut.hide_text(keys))
+    return Selection(cut.mask(keep_top(score, count, always=cubes.always_text(cut, q))), cut.orders)

@@ -15,19 +15,21 @@ rows and as columns.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from tessera_cupy.errors import wrong
-from tessera_cupy.sparsifiers import cubes, fixed
+from tessera_cupy.sparsifiers import cubes
+from tessera_cupy.sparsifiers.cubes import Window
 from tessera_cupy.sparsifiers.scoring import keep_top, pool, scores
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
-from tessera_cupy.sparsifiers.sta import Window, window_tiles
 from tessera_cupy.video import VideoGrid
 
 _KEEP, _KEEP_SHORT, _SHORT_FRAMES = 64, 32, 31
+
+# A mean shorter than this has no direction.
+_LEAST_LENGTH = 1e-12
 
 
 def select(
@@ -67,36 +69,36 @@ def select(
     >>> bool((counts >= 9).all()), bool((counts <= 13).all())
     (True, True)
     """
-    xp = checked_inputs(q, k, grid)
+    checked_inputs(q, k, grid)
     if not 0 <= balance <= 1:
         raise ValueError(wrong("balance", "a weight from 0 to 1", balance, "pass 0.7"))
     cut = cubes.cut(grid, tile)
     if keep is None:
         keep = min(_KEEP_SHORT if grid.t <= _SHORT_FRAMES else _KEEP, cut.tiles)
     count = cubes.kept_count("keep", keep, cut.tiles)
-    device = None if xp is np else int(q.device.id)
-    near = _window(cut.across, (window[0], window[1], window[2]), device)
-    queries, keys = (
-        _unit(cut.of_video(pool(x, cut.blocks, "mean", orders=cut.orders), xp), xp) for x in (q, k)
-    )
-    score = scores(queries, keys, scale=balance)
-    score -= (1 - balance) * _redundancy(keys)[:, :, None, :]
-    kept = keep_top(score, count, always=near)
-    return Selection(cut.mask(kept, xp), cut.orders)
+    near = cubes.always(cut, (window[0], window[1], window[2]), q)
+    queries, keys = (pool(x, cut.blocks, "mean", orders=cut.orders) for x in (q, k))
+    _into_directions(queries, keys, cut, balance)
+    return Selection(cut.mask(keep_top(scores(queries, keys), count, always=near)), cut.orders)
 
 
-@lru_cache(maxsize=32)
-def _window(across: tuple[int, int, int], window: Window, device: int | None) -> Any:
-    kept = window_tiles(across, window)
-    return kept if device is None else fixed.copied_to(device, kept)
+def _into_directions(queries: Any, keys: Any, cut: cubes.Cubes, balance: float) -> None:
+    """Turn pooled queries and keys, in place, into those whose products rank the tiles.
 
+    With S the sum of all keys of length 1, the mean of a key's products with the others is
+    (S . k[j] - 1) / (tiles - 1). So balance * q[i] - (1 - balance) * S / (tiles - 1) has the
+    products with the keys that are asked for, but for a constant.
+    """
+    share = (1 - balance) / max(cut.tiles - 1, 1)
+    if not isinstance(queries, np.ndarray):
+        from tessera_cupy.kernels.directions import into_directions
 
-def _unit(x: Any, xp: Any) -> Any:
-    length = xp.sqrt((x * x).sum(axis=-1, keepdims=True))
-    return x / xp.maximum(length, 1e-12)
-
-
-def _redundancy(keys: Any) -> Any:
-    """Mean of the products of each of (batch, heads, n, d) with the others: (batch, heads, n)."""
-    others = keys.sum(axis=2, keepdims=True) - keys
-    return (others * keys).sum(axis=-1) / max(keys.shape[2] - 1, 1)
+        into_directions(queries, keys, cut.video, balance, share)
+        return
+    for x in (queries, keys):
+        length = np.sqrt(np.einsum("bhnd,bhnd->bhn", x, x))
+        x /= np.maximum(length, np.float32(_LEAST_LENGTH))[..., None]
+    queries *= np.float32(balance)
+    total = keys[:, :, cut.video].sum(axis=2, keepdims=True)
+    queries -= np.float32(share) * total
+    cut.hide_text(keys)

@@ -20,15 +20,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.sparsifiers import cubes, fixed
+from tessera_cupy.sparsifiers.cubes import Window
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
 from tessera_cupy.video import VideoGrid
-
-Window = tuple[int, int, int]
 
 #: Windows, in tiles along frames, rows and columns, that HunyuanVideo's heads take.
 HUNYUAN_WINDOWS: tuple[Window, ...] = (
@@ -38,8 +36,6 @@ HUNYUAN_WINDOWS: tuple[Window, ...] = (
     (5, 1, 10),
     (5, 6, 1),
 )
-
-_AXES = ("frames", "rows", "columns")
 
 
 def select(
@@ -106,46 +102,8 @@ def mask(
 @lru_cache(maxsize=64)
 def _mask(grid: VideoGrid, windows: tuple[Window, ...], tile: Any) -> BlockMask:
     cut = cubes.cut(grid, tile)
-    kept = np.stack([window_tiles(cut.across, window) for window in windows])
-    return cut.mask(kept[None], np)
-
-
-def window_tiles(across: tuple[int, int, int], window: Window) -> NDArray[np.bool_]:
-    """Which tiles each tile keeps: (tiles, tiles) bool, tiles in raster order.
-
-    Args:
-        across: tiles along frames, rows and columns.
-        window: extent of the window in tiles.
-
-    Raises:
-        ValueError: along an axis the window is larger than the grid, below 1, or even without
-            being the whole axis.
-    """
-    for axis, n, extent in zip(_AXES, across, window, strict=True):
-        if not (extent == n or (1 <= extent < n and extent % 2)):
-            raise ValueError(
-                wrong(
-                    "windows",
-                    f"along {axis} an odd number of tiles below {n}, or all {n}",
-                    f"{extent} in {tuple(window)}",
-                    f"the grid has {across[0]}x{across[1]}x{across[2]} tiles; take "
-                    f"{n if extent >= n else max(1, extent - 1)} along {axis}",
-                )
-            )
-    t, h, w = (_along(n, extent) for n, extent in zip(across, window, strict=True))
-    tiles = across[0] * across[1] * across[2]
-    kept = (
-        t[:, None, None, :, None, None]
-        & h[None, :, None, None, :, None]
-        & w[None, None, :, None, None, :]
-    )
-    return kept.reshape(tiles, tiles)
-
-
-def _along(n: int, extent: int) -> NDArray[np.bool_]:
-    at = np.arange(n)
-    start = np.clip(at - extent // 2, 0, n - extent)[:, None]
-    return (at >= start) & (at < start + extent)
+    kept = np.stack([cubes.window_tiles(cut.across, window) for window in windows])
+    return cut.mask(cut.with_text(kept)[None])
 
 
 def _windows(windows: Window | Sequence[Window]) -> tuple[Window, ...]:
