@@ -1,6 +1,7 @@
 // From antidiagonal_scores.cu's logarithms to the attention that each pair of blocks gets:
 //
-//   out[i, j] = sum of 2^(in[g, j] - log2 sum_j' 2^in[g, j'])   over the groups g of query block i
+//   out[i, j] = ln sum of 2^(in[g, j] - log2 sum_j' 2^in[g, j'])   over the groups g of query block
+//   i
 //
 // One CTA a query block: a warp sums a row at a time, then each thread adds up columns, always in
 // the order of the rows. Shared memory: a float for each row.
@@ -13,7 +14,7 @@ namespace tessera {
 
 struct AntidiagonalSumsParams {
   const float* logs;  // (heads, groups, blocks), log2
-  float* out;         // (heads, blocks, blocks)
+  float* out;         // (heads, blocks, blocks), natural logarithms
   i32 groups;
   i32 blocks;
   i32 block_groups;  // at most 16
@@ -49,7 +50,7 @@ __device__ __forceinline__ void antidiagonal_sums(const AntidiagonalSumsParams& 
     float sum = 0.0f;
     for (int row = 0; row < rows; ++row)
       sum += exp2_approx(__ldg(logs + static_cast<i64>(row) * p.blocks + j) - totals[row]);
-    out[j] = sum;
+    out[j] = log2_approx(sum) * 0.6931471805599453f;
   }
 }
 

@@ -1,5 +1,5 @@
 // The mean of each cluster's tokens, and what the next assignment needs of it; an empty cluster
-// keeps its centroid.
+// keeps its centroid. Or, to begin with, tokens at even distances in place of means.
 //
 // One CTA a cluster. A thread adds up one 16-byte chunk of every few of its tokens, in the order of
 // the sort, and the sums of a chunk are added in the order of the threads: the result does not
@@ -23,6 +23,8 @@ struct KmeansMeansParams {
   i32 chunks;
   i32 clusters;
   i32 size_stride;
+  i32 spread;        // clusters of one token each, at even distances of this many; or 0
+  i32 spread_start;  // the first of these tokens
 };
 
 template <typename T>
@@ -52,19 +54,21 @@ __device__ __forceinline__ void kmeans_means(const KmeansMeansParams& p) {
   const int thread = threadIdx.x;
   const i64 head = blockIdx.x / static_cast<u32>(p.clusters);
   const int cluster = blockIdx.x % static_cast<u32>(p.clusters);
-  const int size = __ldg(p.sizes + head * p.size_stride + cluster);
+  const int size = p.spread ? 1 : __ldg(p.sizes + head * p.size_stride + cluster);
   const int slots = kThreads / p.chunks;
   const int chunk = thread % p.chunks;
   const int slot = thread / p.chunks;
 
   float sum[8] = {};
   if (size > 0 && slot < slots) {
-    const i32* const order =
-        p.order + head * p.tokens + __ldg(p.starts + head * p.size_stride + cluster);
+    const i64 begin = p.spread ? 0 : __ldg(p.starts + head * p.size_stride + cluster);
+    const i32* const order = p.order + head * p.tokens + begin;
     const uint4* const x = static_cast<const uint4*>(p.x) + head * p.tokens * p.chunks + chunk;
+    const i64 chosen = p.spread_start + static_cast<i64>(cluster) * p.spread / p.clusters;
 #pragma unroll 4
     for (int i = slot; i < size; i += slots) {
-      const uint4 v = __ldg(x + static_cast<i64>(__ldg(order + i)) * p.chunks);
+      const i64 token = p.spread ? chosen : __ldg(order + i);
+      const uint4 v = __ldg(x + token * p.chunks);
       add_pair<T>(sum, 0, v.x);
       add_pair<T>(sum, 2, v.y);
       add_pair<T>(sum, 4, v.z);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/builders.cuh"
+#include "common/scan.cuh"
 #include "common/types.cuh"
 
 namespace tessera {
@@ -83,16 +84,7 @@ __device__ __forceinline__ void kmeans_order(const KmeansOrderParams& p) {
     starts[label] = size;
     own += size;
   }
-  i32 before = own;  // then with all lower lanes'
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const i32 other = __shfl_sync(kAllLanes, before, lane - distance);
-    if (lane >= distance) before += other;
-  }
-  if (lane == 31) totals[warp] = before;
-  __syncthreads();
-  i32 at = before - own;
-  for (int w = 0; w < warp; ++w) at += totals[w];
+  i32 at = sum_before<kWarps>(own, totals);
   for (int label = label_begin; label < label_end; ++label) {
     const i32 size = starts[label];
     starts[label] = at;

@@ -30,7 +30,7 @@ SUMS_PARAMS = np.dtype(
 )
 
 
-def block_sums(
+def log_sums(
     q: Any,
     k: Any,
     *,
@@ -40,7 +40,7 @@ def block_sums(
     arch: str,
     flags: tuple[int, int] = (0, 0),
 ) -> Any:
-    """What each pair of blocks gets of the softmax over groups' anti-diagonal scores.
+    """How much each pair of blocks gets of the softmax over groups' anti-diagonal scores.
 
     Args:
         q: (batch, heads, tokens, d) CuPy array, as ``token_rows.packed`` gives it.
@@ -52,7 +52,8 @@ def block_sums(
         flags: addresses of int32 that are set where q, and k, hold NaN or infinities, or 0.
 
     Returns:
-        (batch, heads, n, n) float32: sums over the pairs of groups of query block and key block.
+        (batch, heads, n, n) float32: the natural logarithm of the sum over all pairs of a group of
+        the query block and one of the key block.
     """
     import cupy
 

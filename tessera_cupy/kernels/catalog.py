@@ -270,6 +270,9 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
         ("fp16", "bf16"), 8, 2, "64 x 32 of a product a warp; the other CTA computes at a barrier"
     ),
     "antidiagonal_sums": TokenKernel((), 8, 4, "a warp a row of logarithms, of 8 or 16 rows"),
+    "cluster_pieces": TokenKernel((), 8, 1, "a CTA a head, as its sums run over all clusters"),
+    "expand_pieces": TokenKernel((), 8, 4, "a CTA a row of the mask; four bytes a thread"),
+    "directions": TokenKernel((), 16, 1, "a CTA a head, as its keys are summed: little to read"),
     "kmeans_assign": TokenKernel(
         ("fp16", "bf16"), 8, 2, "64 x 32 of a product a warp, and the bests of its rows beside it"
     ),

@@ -32,6 +32,7 @@ MEANS_PARAMS = np.dtype(
         *[(name, np.uint64) for name in ("x", "order", "sizes", "starts")],
         *[(name, np.uint64) for name in ("centroids", "rounded", "half_norms")],
         *[(name, np.int32) for name in ("tokens", "chunks", "clusters", "size_stride")],
+        *[(name, np.int32) for name in ("spread", "spread_start")],
     ],
     align=True,
 )
@@ -61,9 +62,10 @@ class Sorted(NamedTuple):
 
 def kmeans(
     x: Any,
-    centroids: Any,
+    clusters: int,
     iterations: int,
     *,
+    centroids: Any = None,
     start: int,
     tokens: int,
     arch: str,
@@ -73,8 +75,10 @@ def kmeans(
 
     Args:
         x: (batch, heads, all tokens, d) CuPy array, as ``token_rows.packed`` gives it.
-        centroids: (batch, heads, clusters, d) float32 CuPy array to begin with; overwritten.
+        clusters: how many.
         iterations: at least 1.
+        centroids: (batch, heads, clusters, d) float32 CuPy array to begin with; None for tokens at
+            even distances.
         start: first token that belongs to clusters.
         tokens: how many do; others keep the label behind the last cluster's.
         arch: architecture of the device, which is current.
@@ -83,10 +87,11 @@ def kmeans(
     import cupy
 
     batch, heads, every, d = x.shape
-    clusters = centroids.shape[2]
     labels_count = clusters + (tokens < every)
     planes, chunks, element = batch * heads, d // CHUNK, ELEMENT_OF[x.dtype.name]
-    rounded = cupy.empty(centroids.shape, x.dtype)
+    shape = (batch, heads, clusters, d)
+    moved = cupy.empty(shape, np.float32) if centroids is None else centroids.copy(order="C")
+    rounded = cupy.empty(shape, x.dtype)
     half_norms = cupy.empty((batch, heads, clusters), np.float32)
     labels = cupy.empty((batch, heads, every), np.int32)
     order = cupy.empty((batch, heads, every), np.int32)
@@ -94,7 +99,7 @@ def kmeans(
     starts = cupy.empty((batch, heads, labels_count), np.int32)
     if tokens < every:
         labels.fill(clusters)
-    # Without any tokens, the centroids stay, and are rounded.
+    # Of no tokens yet, so that centroids which are given stay, and are rounded.
     stream = cupy.cuda.get_current_stream()
     cupy.cuda.runtime.memsetAsync(sizes.data.ptr, 0, sizes.nbytes, stream.ptr)
 
@@ -125,7 +130,7 @@ def kmeans(
         "order": order.data.ptr,
         "sizes": sizes.data.ptr,
         "starts": starts.data.ptr,
-        "centroids": centroids.data.ptr,
+        "centroids": moved.data.ptr,
         "rounded": rounded.data.ptr,
         "half_norms": half_norms.data.ptr,
         "tokens": every,
@@ -133,6 +138,8 @@ def kmeans(
         "clusters": clusters,
         "size_stride": labels_count,
     }
+    spread = {"spread": 0 if centroids is not None else tokens, "spread_start": start}
+    first = (launch.packed_struct(MEANS_PARAMS, mean | spread),)
 
     def run(name: str, struct: Any, ctas: int, smem: int) -> None:
         config = builder(arch, name)
@@ -142,7 +149,7 @@ def kmeans(
     averaging = (launch.packed_struct(MEANS_PARAMS, mean),)
     order_smem = 4 * _ORDER_WARPS + labels_count * (4 + 2 * _ORDER_WARPS)
     means_smem = 4 * CHUNK * 32 * builder(arch, f"kmeans_means_{element}").warps
-    run(f"kmeans_means_{element}", averaging, planes * clusters, means_smem)
+    run(f"kmeans_means_{element}", first, planes * clusters, means_smem)
     for i in range(iterations):
         if i == 1:
             assign["flag"] = 0  # it was looked for
@@ -150,4 +157,4 @@ def kmeans(
         run(f"kmeans_assign_{element}", assigning, planes * tiles, PRODUCT_SMEM)
         run("kmeans_order", sorting, planes, order_smem)
         run(f"kmeans_means_{element}", averaging, planes * clusters, means_smem)
-    return Sorted(order, sizes, centroids)
+    return Sorted(order, sizes, moved)

@@ -37,8 +37,9 @@ def run(folder: Path, x: Any, centroids: Any, iterations: int, seed: int, **plac
     gpu = EmulatedGpu(folder, seed)
     where = {"start": 0, "tokens": x.shape[2], **places}
     with gpu.here():
+        given = gpu.array(centroids)
         made = kmeans.kmeans(
-            gpu.array(x), gpu.array(centroids, writable=True), iterations, arch="sm_90a", **where
+            gpu.array(x), centroids.shape[2], iterations, centroids=given, arch="sm_90a", **where
         )
         return tuple(array.get() for array in made)
 
@@ -125,10 +126,7 @@ def test_what_is_no_number_is_flagged(folder: Path, value: float) -> None:
     gpu = EmulatedGpu(folder, 8)
     with gpu.here():
         flag = gpu.array(np.zeros(1, np.int32), writable=True)
-        centroids = gpu.array(np.zeros((1, 1, 3, 8), np.float32), writable=True)
-        kmeans.kmeans(
-            gpu.array(x), centroids, 1, start=0, tokens=200, arch="sm_90a", flag=flag.data.ptr
-        )
+        kmeans.kmeans(gpu.array(x), 3, 1, start=0, tokens=200, arch="sm_90a", flag=flag.data.ptr)
         assert flag.get().tolist() == [int(not np.isfinite(value))]
 
 
@@ -142,3 +140,22 @@ def test_as_many_labels_as_there_is_room_for(folder: Path) -> None:
     labels, _ = lloyd(x[0, 0].astype(np.float64), centroids[0, 0], np.float16)
     assert sizes[0, 0].tolist() == np.bincount(labels, minlength=clusters).tolist()
     assert order[0, 0].tolist() == np.argsort(labels, kind="stable").tolist()
+
+
+@needs_compiler
+@pytest.mark.parametrize("start", [0, 7])
+def test_it_begins_with_tokens_at_even_distances(folder: Path, start: int) -> None:
+    rng = np.random.default_rng(10)
+    x = rng.standard_normal((2, 1, 107, 8)).astype(np.float16)
+    gpu = EmulatedGpu(folder, 10)
+    with gpu.here():
+        made = kmeans.kmeans(gpu.array(x), 6, 1, start=start, tokens=100, arch="sm_90a")
+        chosen = [start + at for at in (0, 16, 33, 50, 66, 83)]
+        begun = x[:, :, chosen].astype(np.float32)
+        given = gpu.array(begun)
+        same = kmeans.kmeans(
+            gpu.array(x), 6, 1, centroids=given, start=start, tokens=100, arch="sm_90a"
+        )
+        for a, b in zip(made, same, strict=True):
+            assert a.get().tobytes() == b.get().tobytes()
+        assert given.get().tobytes() == begun.tobytes()
