@@ -32,17 +32,23 @@ def placed(q: Any, make: Callable[..., BlockMask], grid: VideoGrid, **rule: Any)
     """The host's mask ``make(grid, **rule)``, over a block map on ``q``'s GPU where it has one.
 
     The same geometry on the same GPU gets the same mask, so that a plan made for it serves again.
-    Masks with token bits or ragged blocks stay the host's, which serve every GPU.
+    Masks with token bits stay the host's, which serve every GPU.
     """
     made = make(grid, **rule)
-    if isinstance(q, np.ndarray) or made.has_token_bits or made.q_block_sizes is not None:
+    if isinstance(q, np.ndarray) or made.has_token_bits:
         return made
     return _mask_on(made, int(q.device.id))
 
 
 @lru_cache(maxsize=16)
 def _mask_on(mask: BlockMask, device: int) -> BlockMask:
-    return BlockMask.from_dense(copied_to(device, mask.to_dense()), mask.block_size, mask.shape)
+    return BlockMask.from_dense(
+        copied_to(device, mask.to_dense()),
+        mask.block_size,
+        mask.shape,
+        q_block_sizes=mask.q_block_sizes,
+        kv_block_sizes=mask.kv_block_sizes,
+    )
 
 
 def copied_to(device: int, array: NDArray[Any]) -> Any:
