@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from tessera_cupy.masks.block_mask import BlockMask
+from tessera_cupy.masks.intervals import interval_mask
 
-__all__ = ["BlockMask"]
+__all__ = ["BlockMask", "interval_mask"]
