@@ -87,9 +87,10 @@ def same(made: Any, expected: NDArray[Any]) -> None:
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 # Rows of 2 to 1,024 bytes: in 16s for a part of a warp, a warp and several turns of one, in 4s,
-# and in 2s; one chunk of tokens that is not full, several, and exactly one.
+# and in 2s; one chunk of tokens that is not full, exactly one, several, and more than CTAs.
 @pytest.mark.parametrize(
-    ("tokens", "d"), [(1, 1), (9, 31), (130, 64), (64, 128), (67, 72), (200, 33), (77, 256)]
+    ("tokens", "d"),
+    [(1, 1), (9, 31), (130, 64), (64, 128), (67, 72), (200, 33), (77, 256), (999, 128)],
 )
 def test_all_lengths_of_rows(
     gpu: EmulatedGpu, rng: Any, dtype: Any, tokens: int, d: int, inverse: bool
