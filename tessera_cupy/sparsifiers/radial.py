@@ -158,12 +158,13 @@ def _kept(grid: VideoGrid, decay: float, sink: bool, block: int) -> NDArray[np.b
 
 
 def _widths(frames: int, tokens: int, decay: float, block: int) -> NDArray[np.int64]:
-    """Places that the band reaches to each side, by frame distance; -1 where there is none."""
+    """Places that the band reaches to each side, by frame distance; negative without a band."""
     widths = np.full(frames, tokens, np.int64)
     for distance in range(2, frames):
         span = 2.0 ** (tokens.bit_length() - distance.bit_length())
         rare = span < block and distance % int(block / span)
-        widths[distance] = -1 if rare else int(max(decay * span, block))
+        # So far below 0 that no row of a block reaches any column.
+        widths[distance] = -block if rare else int(max(decay * span, block))
     return widths
 
 
@@ -175,5 +176,4 @@ def _columns(
     # A column c has the rows from max(first, c - width) to min(last, c + width).
     left = np.maximum(pieces.first, first + (least - 1) - width)
     right = np.minimum(pieces.last, last - (least - 1) + width)
-    fits = (last - first + 1 >= least) & (2 * width + 1 >= least)
-    return np.where(fits, np.maximum(right - left + 1, 0), 0)
+    return np.where(last - first + 1 >= least, np.maximum(right - left + 1, 0), 0)
