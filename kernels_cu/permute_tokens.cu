@@ -35,6 +35,7 @@ struct PermuteParams {
   i32 tokens;
   i32 row_bytes;
   i32 inverse;
+  i32 only;  // move the heads that chose this order alone; negative: all
 };
 
 // The work of one tensor, in accesses of one Vector.
@@ -58,11 +59,20 @@ __device__ __forceinline__ void permute_rows(const PermuteParams& p, int tensor)
   const u32 chunk_step = gridDim.x % chunks;
   u32 plane = blockIdx.x / chunks;
   u32 chunk = blockIdx.x % chunks;
-  while (plane < planes) {
+  auto next = [&] {
+    plane += plane_step;
+    chunk += chunk_step;
+    if (chunk >= chunks) {
+      chunk -= chunks;
+      ++plane;
+    }
+  };
+  for (; plane < planes; next()) {
     const i64 batch = plane / static_cast<u32>(p.heads);
     const i64 head = plane % static_cast<u32>(p.heads);
     // A choice out of range must not lead out of the orders.
     const int chosen = p.choice == nullptr ? 0 : __ldg(p.choice + plane);
+    if (p.only >= 0 && chosen != p.only) continue;
     const int order = max(0, min(chosen, p.order_count - 1));
     const i32* const places = p.orders + static_cast<i64>(order) * tokens;
     const u8* const source = p.source[tensor] + batch * p.source_stride[tensor].batch +
@@ -91,13 +101,6 @@ __device__ __forceinline__ void permute_rows(const PermuteParams& p, int tensor)
         u8* const to = target + (inverse ? place[r] : row) * target_row;
         if (row < tokens) reinterpret_cast<Vector*>(to)[at] = value[r];
       }
-    }
-
-    plane += plane_step;
-    chunk += chunk_step;
-    if (chunk >= chunks) {
-      chunk -= chunks;
-      ++plane;
     }
   }
 }

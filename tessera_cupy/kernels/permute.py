@@ -24,7 +24,7 @@ PERMUTE_PARAMS = np.dtype(
         *[(f"{name}{i}", np.int32) for name in ("width", "lanes_log2") for i in _TENSORS],
         *[(name, np.uint64) for name in ("orders", "choice")],
         *[(name, np.int32) for name in ("order_count", "planes", "heads", "tokens")],
-        *[(name, np.int32) for name in ("row_bytes", "inverse")],
+        *[(name, np.int32) for name in ("row_bytes", "inverse", "only")],
     ],
     align=True,
 )
@@ -57,6 +57,8 @@ class Permutation:
         order_count: how many there are.
         choice: device address of the (batch, heads) int32 choice, or 0 for order 0.
         inverse: whether rows go back.
+        only: the choice whose heads are moved, while the targets of others are left as they are;
+            None moves all.
     """
 
     batch: int
@@ -67,6 +69,7 @@ class Permutation:
     order_count: int
     choice: int
     inverse: bool
+    only: int | None = None
 
 
 def permute_rows(
@@ -101,6 +104,7 @@ def permute_rows(
             "tokens": p.tokens,
             "row_bytes": p.row_bytes,
             "inverse": p.inverse,
+            "only": -1 if p.only is None else p.only,
         }
         chunks = 0
         for i, (source, target) in enumerate(some):
