@@ -7,7 +7,30 @@ each head that the mask is meant for.
 
 from __future__ import annotations
 
-from tessera_cupy.sparsifiers import longcat, radial, spade, ssta, sta, static, vsa
+from tessera_cupy.sparsifiers import (
+    longcat,
+    nabla,
+    radial,
+    spade,
+    spargeattn,
+    ssta,
+    sta,
+    static,
+    vsa,
+    xattention,
+)
 from tessera_cupy.sparsifiers.selection import Selection
 
-__all__ = ["Selection", "longcat", "radial", "spade", "ssta", "sta", "static", "vsa"]
+__all__ = [
+    "Selection",
+    "longcat",
+    "nabla",
+    "radial",
+    "spade",
+    "spargeattn",
+    "ssta",
+    "sta",
+    "static",
+    "vsa",
+    "xattention",
+]
