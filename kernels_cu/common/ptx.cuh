@@ -85,6 +85,13 @@ __device__ __forceinline__ u32 pack2(float low, float high) {
   return packed;
 }
 
+// The float32 of a half in the low 16 bits.
+__device__ __forceinline__ float half_to_float(u32 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<u16>(bits)));
+  return value;
+}
+
 // All threads of the CTA. Unlike __syncthreads, warps may meet here from different places.
 __device__ __forceinline__ void barrier_sync() { asm volatile("bar.sync 0;" ::: "memory"); }
 

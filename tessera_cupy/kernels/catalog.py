@@ -285,6 +285,18 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     "permute_tokens": TokenKernel(
         (), 8, 4, "rows as bytes, of any dtype; four CTAs have twice as much in flight as HBM needs"
     ),
+    "pool_blocks": TokenKernel(
+        ("fp16", "bf16", "fp32"),
+        8,
+        3,
+        "a warp a block: eight rows in flight, and as many warps as their registers allow",
+    ),
+    "choose_order": TokenKernel((), 8, 1, "a CTA a head, a warp a candidate: little to read"),
+    "block_scores": TokenKernel(
+        (), 4, 3, "8 x 8 products a thread: 64 multiply-adds for four reads of shared memory"
+    ),
+    "keep_top": TokenKernel((), 8, 3, "a warp a row, or a CTA a long one; keys in registers"),
+    "keep_mass": TokenKernel((), 8, 3, "as keep_top; each step sums instead of counting"),
 }
 _MERGE_WARPS = 8
 _MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"

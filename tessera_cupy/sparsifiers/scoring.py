@@ -8,13 +8,14 @@ cuBLAS, and the host waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
-from tessera_cupy.sparsifiers.selection import flag_of, namespace
+from tessera_cupy.sparsifiers.selection import flag_of, memory, namespace
 
 if TYPE_CHECKING:
     from tessera_cupy.permute import TokenOrders
@@ -94,7 +95,7 @@ def pool_kinds(
     if namespace(x, "x") is not np:
         from tessera_cupy.kernels import scoring
 
-        return scoring.pool(x, starts, kinds, orders, flag_of(x))
+        return scoring.pool(x, _plain(blocks), kinds, orders, flag_of(x), memory())
     outs = tuple(np.empty((*x.shape[:2], len(starts) - 1, x.shape[3]), np.float32) for _ in kinds)
     for head, rows in _heads(x, orders):
         for out, kind in zip(outs, kinds, strict=True):
@@ -123,7 +124,7 @@ def likeness(x: Any, blocks: Blocks, *, orders: TokenOrders | None = None) -> An
     if namespace(x, "x") is not np:
         from tessera_cupy.kernels import scoring
 
-        return scoring.likeness(x, starts, orders, flag_of(x))
+        return scoring.likeness(x, _plain(blocks), orders, flag_of(x), memory())
     out = np.empty((*x.shape[:2], len(starts) - 1), np.float32)
     for head, rows in _heads(x, orders):
         lengths = np.sqrt(np.einsum("td,td->t", rows, rows))
@@ -148,8 +149,11 @@ def most_alike(x: Any, blocks: Blocks, orders: TokenOrders) -> TokenOrders:
     if namespace(x, "x") is not np:
         from tessera_cupy.kernels import scoring
 
-        starts = block_starts(blocks, x.shape[2])
-        return orders.choosing(scoring.choose_order(x, starts, orders, flag_of(x)))
+        block_starts(blocks, x.shape[2])
+        plain = _plain(blocks)
+        runs = _runs(orders, plain) if isinstance(plain, int) else None
+        choice = scoring.choose_order(x, plain, orders, runs, flag_of(x), memory())
+        return orders.choosing(choice)
     alike = [
         likeness(x, blocks, orders=orders.choosing(np.full(x.shape[:2], i, np.int32))).mean(axis=2)
         for i in range(len(orders.orders))
@@ -175,7 +179,7 @@ def scores(a: Any, b: Any, *, scale: float = 1.0) -> Any:
     if namespace(a, "a") is not np:
         from tessera_cupy.kernels import scoring
 
-        return scoring.scores((a,), (b,), scale)
+        return scoring.scores((a,), (b,), scale, memory())
     product: NDArray[np.float32] = np.matmul(a, b.swapaxes(-1, -2)).astype(np.float32, copy=False)
     if scale != 1.0:
         product *= np.float32(scale)
@@ -197,7 +201,7 @@ def extreme_scores(a_high: Any, a_low: Any, b_high: Any, b_low: Any) -> Any:
     if namespace(a_high, "a_high") is not np:
         from tessera_cupy.kernels import scoring
 
-        return scoring.scores((a_high, a_low), (b_high, b_low), 1.0)
+        return scoring.scores((a_high, a_low), (b_high, b_low), 1.0, memory())
     middle = a_high + a_low
     product = scores(middle, b_high)
     for head in np.ndindex(*middle.shape[:2]):
@@ -236,7 +240,7 @@ def keep_top(score: Any, count: int, *, always: Any = None) -> Any:
     if namespace(score, "score") is not np:
         from tessera_cupy.kernels import scoring
 
-        return scoring.keep_top(score, int(count), always)
+        return scoring.keep_top(score, int(count), always, memory())
     kept = np.zeros(score.shape, bool)
     for head in np.ndindex(*score.shape[:2]):
         kept[head] = _highest(_numbers(score[head]), np.full(score.shape[2], count))
@@ -282,7 +286,7 @@ def keep_mass(
     _check_always(always, score)
     if weights is not None:
         batch, heads = score.shape[:2]
-        fits = weights.ndim == 3 and weights.shape[2] == columns
+        fits = len(weights.shape) == 3 and weights.shape[2] == columns
         if not fits or weights.shape[0] not in (1, batch) or weights.shape[1] not in (1, heads):
             expected = f"shape ({batch} or 1, {heads} or 1, {columns})"
             got = f"shape {tuple(weights.shape)}"
@@ -290,7 +294,7 @@ def keep_mass(
     if namespace(score, "score") is not np:
         from tessera_cupy.kernels import scoring
 
-        return scoring.keep_mass(score, float(mass), weights, int(least), always)
+        return scoring.keep_mass(score, float(mass), weights, int(least), always, memory())
     if weights is not None:
         weights = np.broadcast_to(weights, (*score.shape[:2], columns))
     kept = np.zeros(score.shape, bool)
@@ -314,6 +318,32 @@ def _heads(
         if orders is not None and places is not None:
             rows = rows[orders.orders[places[b, h]]]
         yield (b, h), rows.astype(np.float32, copy=False)
+
+
+def _plain(blocks: Blocks) -> int | NDArray[np.int32]:
+    return int(blocks) if isinstance(blocks, int | np.integer) else np.asarray(blocks, np.int32)
+
+
+@lru_cache(maxsize=32)
+def _runs(orders: TokenOrders, block: int) -> NDArray[np.int32] | None:
+    """The orders as orders of runs of neighbouring tokens that all of them move together.
+
+    Returns:
+        (orders, runs) int32, for the longest runs of which a block holds a whole number; None
+        where there are none.
+    """
+    count, tokens = orders.orders.shape
+    for length in (16, 8, 4, 2):
+        if tokens % length or block % length:
+            continue
+        runs = orders.orders.reshape(count, -1, length)
+        first = runs[:, :, :1]
+        if not (first % length).any() and (runs == first + np.arange(length)).all():
+            found: NDArray[np.int32] = first[:, :, 0] // length
+            found = np.array(found, np.int32)
+            found.setflags(write=False)
+            return found
+    return None
 
 
 def _pooled(rows: NDArray[np.float32], starts: NDArray[np.int64], kind: str) -> NDArray[np.float32]:
@@ -343,8 +373,9 @@ def _softmax(
 ) -> NDArray[np.float32]:
     """(n, m) softmax times weights, up to a factor of each row."""
     top = score.max(axis=1, keepdims=True)
-    # A row of minus infinities has no largest one to take away.
-    p: NDArray[np.float32] = np.exp(score - np.where(np.isfinite(top), top, np.float32(0)))
+    # Also where both are infinite.
+    apart = np.subtract(score, top, out=np.zeros_like(score), where=score != top)
+    p: NDArray[np.float32] = np.exp(apart)
     return p if weights is None else p * weights.astype(np.float32)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tessera_cupy.errors import wrong
+from tessera_cupy.kernels.lifetime import pool_may_grow
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.video import VideoGrid
 
@@ -46,10 +48,12 @@ class _Watch:
     Attributes:
         addresses: of q and k.
         flags: (2,) int32 on the GPU, of q and of k; 0 until something is found.
+        memory: what a CUDA graph that captured the rule uses again at each replay.
     """
 
     addresses: tuple[int, int]
     flags: Any
+    memory: list[Any] = field(default_factory=list)
 
 
 class _Watched(threading.local):
@@ -74,9 +78,19 @@ def flag_of(x: Any) -> int:
     return int(watch.flags.data.ptr) + 4 * watch.addresses.index(x.data.ptr)
 
 
+def memory() -> list[Any]:
+    """Where kernels put what must live as long as the selection that is being made.
+
+    Those are their arrays, if a CUDA graph captures them: a replay uses them again.
+    """
+    return [] if _watched.watch is None else _watched.watch.memory
+
+
 @dataclass(frozen=True, eq=False)
 class Selection:
     """A mask over tokens that each head first puts in an order of its own.
+
+    A CUDA graph that captured how it was made may be replayed for as long as it lives.
 
     Attributes:
         mask: what to compute, over tokens in the heads' orders.
@@ -116,7 +130,12 @@ class Selection:
             ValueError: there was NaN or an infinity in them, so that the mask says nothing.
         """
         if self._watch is not None:
-            for name, flag in zip(_NAMES, self._watch.flags.get(), strict=True):
+            import cupy
+
+            with cupy.cuda.Device(self._watch.flags.device.id) as device:
+                device.synchronize()
+                flags = self._watch.flags.get()
+            for name, flag in zip(_NAMES, flags, strict=True):
                 if flag:
                     raise _not_finite(name)
 
@@ -162,7 +181,7 @@ def checked_inputs(q: Any, k: Any, grid: VideoGrid) -> Any:
             raise TypeError(
                 wrong(name, f"one of {', '.join(DTYPES)}", x.dtype.name, "convert with astype")
             )
-    if q.ndim != 4 or q.shape[2] != grid.tokens or 0 in q.shape:
+    if len(q.shape) != 4 or q.shape[2] != grid.tokens or 0 in q.shape:
         raise ValueError(
             wrong(
                 "q",
@@ -180,6 +199,9 @@ def checked_inputs(q: Any, k: Any, grid: VideoGrid) -> Any:
                 "repeat the keys of grouped heads first",
             )
         )
+    if xp is not np and q.device.id != k.device.id:
+        got = f"device {k.device.id}"
+        raise ValueError(wrong("k", f"q's device {q.device.id}", got, "move it there"))
     _watch_inputs(q, k, xp)
     return xp
 
@@ -187,9 +209,11 @@ def checked_inputs(q: Any, k: Any, grid: VideoGrid) -> Any:
 def _watch_inputs(q: Any, k: Any, xp: Any) -> None:
     _watched.watch = None
     if xp is not np:
-        flags = xp.empty(2, np.int32)
-        stream = xp.cuda.get_current_stream()
-        xp.cuda.runtime.memsetAsync(flags.data.ptr, 0, flags.nbytes, stream.ptr)
+        with xp.cuda.Device(q.device.id):
+            stream = xp.cuda.get_current_stream()
+            with pool_may_grow() if stream.is_capturing() else nullcontext():
+                flags = xp.empty(2, np.int32)
+            xp.cuda.runtime.memsetAsync(flags.data.ptr, 0, flags.nbytes, stream.ptr)
         _watched.watch = _Watch((q.data.ptr, k.data.ptr), flags)
         return
     for name, x in zip(_NAMES, (q, k), strict=True):

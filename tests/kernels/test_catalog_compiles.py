@@ -11,7 +11,7 @@ import pytest
 
 from tessera_cupy.kernels.arch import ARCHS
 from tessera_cupy.kernels.cache import default_cache
-from tessera_cupy.kernels.catalog import KernelConfig, catalog, merge_for
+from tessera_cupy.kernels.catalog import TOKEN_KERNELS, KernelConfig, catalog, merge_for
 
 EVERY = [config for arch in ARCHS for config in catalog(arch)]
 
@@ -45,7 +45,10 @@ def _check(config: KernelConfig) -> None:
     # Registers come in blocks of 8 a thread; a multiprocessor has 65,536.
     registers = -(-meta["resources"]["registers"] // 8) * 8
     assert registers * threads * config.min_ctas <= 65536
-    assert meta["resources"]["smem"] == 0, "shared memory is dynamic, and counted in smem_bytes"
+    # Shared memory is dynamic, and counted in smem_bytes; kernels over tokens may have static one,
+    # of which CUDA allows this much.
+    static = 48 * 1024 if config.kernel in TOKEN_KERNELS else 0
+    assert meta["resources"]["smem"] <= static
 
 
 @pytest.mark.parametrize("config", _some(), ids=_identity)

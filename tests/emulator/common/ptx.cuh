@@ -225,6 +225,7 @@ inline float exp2_approx(float x) {  // .ftz: subnormal results are zeros
   const float y = exp2f(x);
   return y < 1.17549435e-38f ? 0.0f : y;
 }
+inline float half_to_float(u32 bits) { return emulator::half_value(bits & 0xffff); }
 inline float log2_approx(float x) { return log2f(x); }
 inline void keep(u32) {}
 inline float negative_infinity() { return -INFINITY; }
