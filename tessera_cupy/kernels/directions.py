@@ -22,7 +22,7 @@ DIRECTIONS_PARAMS = np.dtype(
 
 
 def into_directions(queries: Any, keys: Any, video: slice, balance: float, share: float) -> None:
-    """Overwrite pooled queries and keys, on CuPy's current stream.
+    """Overwrite pooled queries and keys, on CuPy's current stream of their GPU.
 
     Args:
         queries: (batch, heads, blocks, d) float32 CuPy array, C-contiguous. It becomes ``balance *
@@ -32,6 +32,8 @@ def into_directions(queries: Any, keys: Any, video: slice, balance: float, share
         balance: weight of the queries.
         share: weight of the sum.
     """
+    import cupy
+
     batch, heads, blocks, channels = queries.shape
     device = int(queries.device.id)
     config = builder(gpus.arch_of(device).name, "directions")
@@ -45,9 +47,10 @@ def into_directions(queries: Any, keys: Any, video: slice, balance: float, share
         "balance": balance,
         "share": share,
     }
-    launch.load(config, device)(
-        (batch * heads,),
-        (32 * config.warps,),
-        (launch.packed_struct(DIRECTIONS_PARAMS, values),),
-        shared_mem=4 * 32 * config.warps,
-    )
+    with cupy.cuda.Device(device):
+        launch.load(config, device)(
+            (batch * heads,),
+            (32 * config.warps,),
+            (launch.packed_struct(DIRECTIONS_PARAMS, values),),
+            shared_mem=4 * 32 * config.warps,
+        )

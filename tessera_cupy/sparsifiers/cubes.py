@@ -14,7 +14,6 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks.geometry import BLOCK_MAX, BLOCK_MIN, BLOCK_STEP
 from tessera_cupy.permute import TokenOrders
-from tessera_cupy.sparsifiers import fixed
 from tessera_cupy.video import VideoGrid
 
 Window = tuple[int, int, int]
@@ -73,11 +72,13 @@ class Cubes:
         import cupy
 
         batch, heads, blocks, channels = keys.shape
-        stream = cupy.cuda.get_current_stream().ptr
         row = 4 * channels
-        for head in range(batch * heads):
-            first = keys.data.ptr + row * (head * blocks + self.text.start)
-            cupy.cuda.runtime.memsetAsync(first, 0xFF, row * count, stream)  # all ones are NaN
+        with cupy.cuda.Device(keys.device.id):
+            stream = cupy.cuda.get_current_stream().ptr
+            for head in range(batch * heads):
+                first = keys.data.ptr + row * (head * blocks + self.text.start)
+                # A float of ones alone is NaN.
+                cupy.cuda.runtime.memsetAsync(first, 0xFF, row * count, stream)
         return keys
 
     def with_text(self, video: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -148,34 +149,29 @@ def share_kept(name: str, sparsity: float) -> float:
     return 1 - sparsity
 
 
-def always_text(cut: Cubes, like: Any) -> Any:
-    """The blocks that are kept for their text, (n, n) bool where ``like`` is; None without text."""
-    return always(cut, None, like) if cut.tiles < len(cut.sizes) else None
+def always_text(cut: Cubes) -> NDArray[np.bool_] | None:
+    """The blocks that every head keeps for their text, (n, n); None without text."""
+    return always(cut, None) if cut.tiles < len(cut.sizes) else None
 
 
-def always(cut: Cubes, window: Window | None, like: Any) -> Any:
+@lru_cache(maxsize=32)
+def always(cut: Cubes, window: Window | None) -> NDArray[np.bool_]:
     """The blocks that every head keeps: text, and a window of tiles around each tile.
 
     Args:
         cut: the blocks.
         window: as for :func:`window_tiles`; None for no window.
-        like: a NumPy or CuPy array.
 
     Returns:
-        (n, n) bool where ``like`` is, made once.
+        (n, n), read-only and made once, so that a GPU's copy is found again.
     """
-    device = None if isinstance(like, np.ndarray) else int(like.device.id)
-    return _always(cut, window, device)
-
-
-@lru_cache(maxsize=32)
-def _always(cut: Cubes, window: Window | None, device: int | None) -> Any:
     if window is None:
         video = np.zeros((cut.tiles, cut.tiles), np.bool_)
     else:
         video = window_tiles(cut.across, window)
     kept = cut.with_text(video)
-    return kept if device is None else fixed.copied_to(device, kept)
+    kept.setflags(write=False)
+    return kept
 
 
 def window_tiles(across: tuple[int, int, int], window: Window) -> NDArray[np.bool_]:

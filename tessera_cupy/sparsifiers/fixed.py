@@ -42,20 +42,19 @@ def placed(q: Any, make: Callable[..., BlockMask], grid: VideoGrid, **rule: Any)
 
 @lru_cache(maxsize=16)
 def _mask_on(mask: BlockMask, device: int) -> BlockMask:
+    import cupy
+
+    from tessera_cupy.kernels.launch import refuse_capture
+
+    with cupy.cuda.Device(device):
+        refuse_capture()
+        blocks = cupy.asarray(mask.to_dense())
+        # Later calls may come on other streams.
+        cupy.cuda.get_current_stream().synchronize()
     return BlockMask.from_dense(
-        copied_to(device, mask.to_dense()),
+        blocks,
         mask.block_size,
         mask.shape,
         q_block_sizes=mask.q_block_sizes,
         kv_block_sizes=mask.kv_block_sizes,
     )
-
-
-def copied_to(device: int, array: NDArray[Any]) -> Any:
-    """A CuPy copy to keep: it is waited for, as later calls may come on other streams."""
-    import cupy
-
-    with cupy.cuda.Device(device):
-        copy = cupy.asarray(array)
-        cupy.cuda.get_current_stream().synchronize()
-    return copy

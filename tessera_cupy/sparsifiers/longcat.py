@@ -59,4 +59,4 @@ def select(
     count = max(1, int(cubes.share_kept("sparsity", sparsity) * cut.tiles + 1e-9))
     queries, keys = (pool(x, cut.blocks, "mean", orders=cut.orders) for x in (q, k))
     score = scores(queries, cut.hide_text(keys))
-    return Selection(cut.mask(keep_top(score, count, always=cubes.always_text(cut, q))), cut.orders)
+    return Selection(cut.mask(keep_top(score, count, always=cubes.always_text(cut))), cut.orders)

@@ -76,7 +76,7 @@ def select(
     if keep is None:
         keep = min(_KEEP_SHORT if grid.t <= _SHORT_FRAMES else _KEEP, cut.tiles)
     count = cubes.kept_count("keep", keep, cut.tiles)
-    near = cubes.always(cut, (window[0], window[1], window[2]), q)
+    near = cubes.always(cut, (window[0], window[1], window[2]))
     queries, keys = (pool(x, cut.blocks, "mean", orders=cut.orders) for x in (q, k))
     _into_directions(queries, keys, cut, balance)
     return Selection(cut.mask(keep_top(scores(queries, keys), count, always=near)), cut.orders)
