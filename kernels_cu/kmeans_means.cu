@@ -16,8 +16,10 @@ struct KmeansMeansParams {
   const i32* order;   // (heads, tokens), by label; not read where all sizes are 0
   const i32* sizes;   // (heads, size_stride), of which the first `clusters` count
   const i32* starts;  // the same
-  float* centroids;   // (heads, clusters, 8 chunks), read where a cluster is empty
-  void* rounded;      // the same in T
+  const float*
+      kept;          // (heads, clusters, 8 chunks), centroids of empty clusters; may be those below
+  float* centroids;  // (heads, clusters, 8 chunks)
+  void* rounded;     // the same in T
   float* half_norms;  // (heads, clusters): |rounded|^2 / 2
   i32 tokens;
   i32 chunks;
@@ -82,6 +84,7 @@ __device__ __forceinline__ void kmeans_means(const KmeansMeansParams& p) {
   float norm = 0.0f;
   if (thread < p.chunks) {
     const i64 at = (head * p.clusters + cluster) * p.chunks + thread;
+    const float* const kept = p.kept + 8 * at;
     float* const centroid = p.centroids + 8 * at;
     u32 packed[4];
 #pragma unroll
@@ -91,8 +94,8 @@ __device__ __forceinline__ void kmeans_means(const KmeansMeansParams& p) {
       for (int e = 0; e < 2; ++e) {
         float total = 0.0f;
         for (int s = 0; s < slots; ++s) total += sums[(i + e) * kThreads + s * p.chunks + thread];
-        pair[e] = size > 0 ? total / static_cast<float>(size) : centroid[i + e];
-        if (size > 0) centroid[i + e] = pair[e];
+        pair[e] = size > 0 ? total / static_cast<float>(size) : kept[i + e];
+        centroid[i + e] = pair[e];
       }
       packed[i / 2] = pack2<T>(pair[0], pair[1]);
       const float low = widened<T>(packed[i / 2] & 0xffffu);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ class TokenOrders:
     Attributes:
         orders: (n, tokens) int32 on the host, C-contiguous and read-only, each a permutation of
             ``0 .. tokens - 1``: a copy of the integers that were given, (n, tokens) or (tokens,).
+            Of :meth:`of_heads` they may be a CuPy array, that of the caller.
         choice: (batch, heads) int32, NumPy or CuPy: the order of each head; None where all heads
             take order 0. Integers of NumPy are copied, and to each GPU once, for which the host
             waits. CuPy's int32 are taken as they are and not read by the host: where one is out of
@@ -46,10 +48,10 @@ class TokenOrders:
         [[12.0, 10.0, 11.0], [20.0, 21.0, 22.0]]
     """
 
-    orders: NDArray[np.int32]
+    orders: Any
     choice: Any = None
     _raster: bool = field(init=False, repr=False)
-    _orders: _Copies = field(init=False, repr=False)
+    _orders: _Copies | _Given = field(init=False, repr=False)
     _choice: _Copies | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +72,33 @@ class TokenOrders:
     def raster(cls, tokens: int) -> TokenOrders:
         """The order that moves nothing: :meth:`permute` and :meth:`restore` return x itself."""
         return cls(np.arange(tokens, dtype=np.int32))
+
+    @classmethod
+    def of_heads(cls, orders: Any, heads: tuple[int, int]) -> TokenOrders:
+        """An order of its own for each head.
+
+        Args:
+            orders: (batch * heads, tokens), integers of NumPy, which are checked and copied; or
+                CuPy's int32, C-contiguous, which are neither, nor waited for.
+            heads: (batch, heads).
+
+        Raises:
+            TypeError, ValueError: as the class, for integers of NumPy.
+
+        >>> TokenOrders.of_heads([[0, 1], [1, 0]], (1, 2)).of(0, 1).tolist()
+        [1, 0]
+        """
+        if _is_cupy(orders):
+            made = object.__new__(cls)
+            object.__setattr__(made, "orders", orders)
+            object.__setattr__(made, "_raster", False)
+            object.__setattr__(made, "_orders", _Given(orders))
+        else:
+            made = cls(orders)
+        choice, copies = _each(*heads)
+        object.__setattr__(made, "choice", choice)
+        object.__setattr__(made, "_choice", copies)
+        return made
 
     @property
     def tokens(self) -> int:
@@ -92,18 +121,18 @@ class TokenOrders:
         return made
 
     def of(self, b: int, h: int) -> NDArray[np.int64]:
-        """(tokens,) the order of one head; waits for the GPU where the choice lies there."""
+        """(tokens,) the order of one head; waits for the GPU where orders or choice lie there."""
         chosen = 0 if self.choice is None else self._chosen()[b, h]
-        order: NDArray[np.int64] = self.orders[chosen].astype(np.int64)
+        order: NDArray[np.int64] = self._on_host()[chosen].astype(np.int64)
         return order
 
     def host(self) -> NDArray[np.int64]:
         """(batch, heads, tokens) the order of each head, (1, 1, tokens) without a choice.
 
-        Waits for the GPU where the choice lies there.
+        Waits for the GPU where orders or choice lie there.
         """
         chosen = np.zeros((1, 1), np.int32) if self.choice is None else self._chosen()
-        return self.orders.astype(np.int64)[chosen]
+        return self._on_host().astype(np.int64)[chosen]
 
     def permute(self, x: Any) -> Any:
         """Put ``x``, in raster order, in the heads' orders; see :func:`permute_tokens`."""
@@ -123,6 +152,14 @@ class TokenOrders:
             ValueError: the copy is to be made while the current stream is capturing.
         """
         return self._orders.here()[0]
+
+    def _on_host(self) -> NDArray[np.int32]:
+        orders: NDArray[np.int32] = self.orders if self._kept_here() else self.orders.get()
+        return orders
+
+    def _kept_here(self) -> bool:
+        """Whether the orders are the host's."""
+        return isinstance(self.orders, np.ndarray)
 
     def _chosen(self) -> NDArray[np.int32]:
         if isinstance(self.choice, np.ndarray):
@@ -201,6 +238,33 @@ def permute_tokens(
     return moved if several else moved[0]
 
 
+def move_chosen(
+    sources: tuple[Any, ...],
+    targets: tuple[Any, ...],
+    orders: TokenOrders,
+    *,
+    only: int,
+    inverse: bool = False,
+) -> None:
+    """Move the rows of the heads that chose one order, on CuPy's current stream.
+
+    Rows of other heads are neither read nor written.
+
+    Args:
+        sources: CuPy arrays of one shape and dtype, the last axis contiguous, that were checked.
+        targets: arrays to write, likewise, apart from the sources.
+        orders: orders and a choice on the GPU.
+        only: the order whose heads are moved.
+        inverse: whether to go back to raster order.
+    """
+    x = sources[0]
+    size, device = x.dtype.itemsize, x.device.id
+    operands = [[interop.device_operand(a, "x") for a in arrays] for arrays in (sources, targets)]
+    operands[0] = [a if _whole_rows(a) else interop.contiguous(a) for a in operands[0]]
+    moves = [(_rows(s, size), _rows(t, size)) for s, t in zip(*operands, strict=True)]
+    _launch(moves, (*x.shape[:3], x.shape[3] * size), orders, inverse, device, only)
+
+
 class _Copies:
     """Numbers of the host, copied to each GPU where they are needed."""
 
@@ -225,6 +289,33 @@ class _Copies:
                 stream.synchronize()
                 self._on[device] = copy, uses
             return self._on[device]
+
+
+class _Given:
+    """Orders that a caller has on a GPU, in the place of copies."""
+
+    def __init__(self, orders: Any) -> None:
+        import cupy
+
+        self._orders = orders
+        self._uses = Uses(cupy.cuda.get_current_stream())
+        release_with(self, self._uses, orders)
+
+    def here(self) -> tuple[Any, Uses]:
+        """The orders, and what reads them."""
+        return self._orders, self._uses
+
+
+@lru_cache(maxsize=64)
+def _each(batch: int, heads: int) -> tuple[NDArray[np.int32], _Copies]:
+    """The choice where each head has an order of its own, and its copies on GPUs."""
+    choice = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads)
+    choice.flags.writeable = False
+    return choice, _Copies(choice)
+
+
+def _is_cupy(orders: Any) -> bool:
+    return type(orders).__module__.partition(".")[0] == "cupy"
 
 
 def _checked_orders(orders: Any) -> NDArray[np.int32]:
@@ -384,8 +475,9 @@ def _move_on_host(array: Any, orders: TokenOrders, inverse: bool, out: Any) -> A
     source = interop.host_memory(array)
     target = np.empty(source.shape, source.dtype) if out is None else interop.host_memory(out)
     chosen = np.zeros(source.shape[:2], np.int32) if orders.choice is None else orders._chosen()
+    rows = orders._on_host()
     for b, h in np.ndindex(*source.shape[:2]):
-        order = orders.orders[chosen[b, h]]
+        order = rows[chosen[b, h]]
         if inverse:
             target[b, h][order] = source[b, h]
         else:
@@ -408,6 +500,8 @@ def _move_on_gpu(
     on_it = [("x", array) for array in arrays] + [("out", out) for out in outs or ()]
     if orders.choice is not None and orders._choice is None:
         on_it.append(("choice", orders.choice))
+    if not orders._kept_here():
+        on_it.append(("orders", orders.orders))
     for name, array in on_it:
         if (other := interop.device_of(array, name)) != device:
             raise ValueError(
@@ -447,6 +541,7 @@ def _launch(
     orders: TokenOrders,
     inverse: bool,
     device: int,
+    only: int | None = None,
 ) -> None:
     """Launch on the current stream, and note that it reads the copies."""
     import cupy
@@ -465,6 +560,7 @@ def _launch(
         order_count=len(orders.orders),
         choice=choice,
         inverse=inverse,
+        only=only,
     )
     permute_rows(
         permutation,

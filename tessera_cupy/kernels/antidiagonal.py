@@ -8,7 +8,7 @@ import numpy as np
 
 from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.catalog import builder
-from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE
+from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE, new
 
 #: ``AntidiagonalScoresParams`` in antidiagonal_scores.cu.
 SCORES_PARAMS = np.dtype(
@@ -38,6 +38,7 @@ def log_sums(
     block_groups: int,
     scale: float,
     arch: str,
+    memory: list[Any],
     flags: tuple[int, int] = (0, 0),
 ) -> Any:
     """How much each pair of blocks gets of the softmax over groups' anti-diagonal scores.
@@ -49,21 +50,20 @@ def log_sums(
         block_groups: groups of a block, 8 or 16.
         scale: factor of the scores.
         arch: architecture of the device, which is current.
+        memory: takes what a captured launch uses.
         flags: addresses of int32 that are set where q, and k, hold NaN or infinities, or 0.
 
     Returns:
         (batch, heads, n, n) float32: the natural logarithm of the sum over all pairs of a group of
         the query block and one of the key block.
     """
-    import cupy
-
     batch, heads, tokens, d = q.shape
     groups = -(-tokens // stride)
     blocks = -(-groups // block_groups)
     tiles = -(-groups // PRODUCT_TILE)
     device = q.device.id
-    logs = cupy.empty((batch, heads, groups, blocks), np.float32)
-    out = cupy.empty((batch, heads, blocks, blocks), np.float32)
+    logs = new((batch, heads, groups, blocks), np.float32, memory)
+    out = new((batch, heads, blocks, blocks), np.float32, memory)
     params: dict[str, Any] = {
         "q": q.data.ptr,
         "k": k.data.ptr,

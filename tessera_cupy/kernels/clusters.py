@@ -8,6 +8,7 @@ import numpy as np
 
 from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.catalog import builder
+from tessera_cupy.kernels.token_rows import new
 
 #: ``ClusterPiecesParams`` in cluster_pieces.cu.
 PIECES_PARAMS = np.dtype(
@@ -28,7 +29,7 @@ EXPAND_PARAMS = np.dtype(
 
 
 def pieces(
-    sizes: Any, clusters: int, piece: int, capacity: int, *, arch: str
+    sizes: Any, clusters: int, piece: int, capacity: int, *, arch: str, memory: list[Any]
 ) -> tuple[Any, Any, Any]:
     """Cut clusters into pieces, on the current stream.
 
@@ -38,17 +39,16 @@ def pieces(
         piece: most tokens of a piece.
         capacity: pieces that there is room for, as many as the sizes can need.
         arch: architecture of the device, which is current.
+        memory: takes what a captured launch uses.
 
     Returns:
         (batch, heads, capacity) int32 sizes of the pieces; the same of their labels, -1 for what is
         no piece; (batch, heads, clusters) float32 sizes of the clusters.
     """
-    import cupy
-
     batch, heads, labels = sizes.shape
-    piece_sizes = cupy.empty((batch, heads, capacity), np.int32)
-    piece_labels = cupy.empty((batch, heads, capacity), np.int32)
-    weights = cupy.empty((batch, heads, clusters), np.float32)
+    piece_sizes = new((batch, heads, capacity), np.int32, memory)
+    piece_labels = new((batch, heads, capacity), np.int32, memory)
+    weights = new((batch, heads, clusters), np.float32, memory)
     params: dict[str, Any] = {
         "sizes": sizes.data.ptr,
         "piece_sizes": piece_sizes.data.ptr,
@@ -67,7 +67,7 @@ def pieces(
     return piece_sizes, piece_labels, weights
 
 
-def expand(kept: Any, q_labels: Any, k_labels: Any, *, arch: str) -> Any:
+def expand(kept: Any, q_labels: Any, k_labels: Any, *, arch: str, memory: list[Any]) -> Any:
     """A map of clusters as a map of their pieces, on the current stream.
 
     Args:
@@ -76,15 +76,14 @@ def expand(kept: Any, q_labels: Any, k_labels: Any, *, arch: str) -> Any:
             and what is past the clusters all that is a piece.
         k_labels: (batch, heads, m) int32, likewise; m is a multiple of 4.
         arch: architecture of the device, which is current.
+        memory: takes what a captured launch uses.
 
     Returns:
         (batch, heads, n, m) bool.
     """
-    import cupy
-
     batch, heads, q_clusters, k_clusters = kept.shape
     n, m = q_labels.shape[2], k_labels.shape[2]
-    out = cupy.empty((batch, heads, n, m), np.bool_)
+    out = new((batch, heads, n, m), np.bool_, memory)
     params: dict[str, Any] = {
         "kept": kept.data.ptr,
         "q_labels": q_labels.data.ptr,

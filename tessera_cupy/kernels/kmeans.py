@@ -8,7 +8,7 @@ import numpy as np
 
 from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.catalog import builder
-from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE
+from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE, new
 
 #: ``KmeansAssignParams`` in kmeans_assign.cu.
 ASSIGN_PARAMS = np.dtype(
@@ -30,7 +30,7 @@ ORDER_PARAMS = np.dtype(
 MEANS_PARAMS = np.dtype(
     [
         *[(name, np.uint64) for name in ("x", "order", "sizes", "starts")],
-        *[(name, np.uint64) for name in ("centroids", "rounded", "half_norms")],
+        *[(name, np.uint64) for name in ("kept", "centroids", "rounded", "half_norms")],
         *[(name, np.int32) for name in ("tokens", "chunks", "clusters", "size_stride")],
         *[(name, np.int32) for name in ("spread", "spread_start")],
     ],
@@ -49,7 +49,7 @@ class Sorted(NamedTuple):
     """Tokens by cluster.
 
     Attributes:
-        order: (batch, heads, tokens) int32, the tokens of cluster 0 first; those of no cluster
+        order: (batch * heads, tokens) int32, the tokens of cluster 0 first; those of no cluster
             come last, under one more label.
         sizes: (batch, heads, labels) int32.
         centroids: (batch, heads, clusters, d) float32.
@@ -69,6 +69,7 @@ def kmeans(
     start: int,
     tokens: int,
     arch: str,
+    memory: list[Any],
     flag: int = 0,
 ) -> Sorted:
     """Lloyd's iterations on the GPU, on the current stream.
@@ -77,11 +78,12 @@ def kmeans(
         x: (batch, heads, all tokens, d) CuPy array, as ``token_rows.packed`` gives it.
         clusters: how many.
         iterations: at least 1.
-        centroids: (batch, heads, clusters, d) float32 CuPy array to begin with; None for tokens at
-            even distances.
+        centroids: (batch, heads, clusters, d) float32 CuPy array to begin with, C-contiguous; None
+            for tokens at even distances.
         start: first token that belongs to clusters.
         tokens: how many do; others keep the label behind the last cluster's.
         arch: architecture of the device, which is current.
+        memory: takes what a captured launch uses.
         flag: address of an int32 that is set where x holds NaN or infinities, or 0.
     """
     import cupy
@@ -90,13 +92,10 @@ def kmeans(
     labels_count = clusters + (tokens < every)
     planes, chunks, element = batch * heads, d // CHUNK, ELEMENT_OF[x.dtype.name]
     shape = (batch, heads, clusters, d)
-    moved = cupy.empty(shape, np.float32) if centroids is None else centroids.copy(order="C")
-    rounded = cupy.empty(shape, x.dtype)
-    half_norms = cupy.empty((batch, heads, clusters), np.float32)
-    labels = cupy.empty((batch, heads, every), np.int32)
-    order = cupy.empty((batch, heads, every), np.int32)
-    sizes = cupy.empty((batch, heads, labels_count), np.int32)
-    starts = cupy.empty((batch, heads, labels_count), np.int32)
+    moved, rounded = new(shape, np.float32, memory), new(shape, x.dtype, memory)
+    half_norms = new(shape[:3], np.float32, memory)
+    labels, order = (new((planes, every), np.int32, memory) for _ in range(2))
+    sizes, starts = (new((batch, heads, labels_count), np.int32, memory) for _ in range(2))
     if tokens < every:
         labels.fill(clusters)
     # Of no tokens yet, so that centroids which are given stay, and are rounded.
@@ -109,7 +108,6 @@ def kmeans(
         "centroids": rounded.data.ptr,
         "half_norms": half_norms.data.ptr,
         "labels": labels.data.ptr + 4 * start,
-        "flag": flag,
         "x_tokens": every,
         "tokens": tokens,
         "chunks": chunks,
@@ -130,6 +128,7 @@ def kmeans(
         "order": order.data.ptr,
         "sizes": sizes.data.ptr,
         "starts": starts.data.ptr,
+        "kept": moved.data.ptr,
         "centroids": moved.data.ptr,
         "rounded": rounded.data.ptr,
         "half_norms": half_norms.data.ptr,
@@ -138,23 +137,25 @@ def kmeans(
         "clusters": clusters,
         "size_stride": labels_count,
     }
-    spread = {"spread": 0 if centroids is not None else tokens, "spread_start": start}
-    first = (launch.packed_struct(MEANS_PARAMS, mean | spread),)
-
-    def run(name: str, struct: Any, ctas: int, smem: int) -> None:
-        config = builder(arch, name)
-        launch.load(config, x.device.id)((ctas,), (32 * config.warps,), struct, shared_mem=smem)
-
-    sorting = (launch.packed_struct(ORDER_PARAMS, sort),)
-    averaging = (launch.packed_struct(MEANS_PARAMS, mean),)
+    if centroids is None:
+        begin = mean | {"spread": tokens, "spread_start": start}
+    else:
+        begin = mean | {"kept": centroids.data.ptr}
     order_smem = 4 * _ORDER_WARPS + labels_count * (4 + 2 * _ORDER_WARPS)
     means_smem = 4 * CHUNK * 32 * builder(arch, f"kmeans_means_{element}").warps
-    run(f"kmeans_means_{element}", first, planes * clusters, means_smem)
+
+    def run(name: str, dtype: np.dtype[Any], params: dict[str, Any], ctas: int, smem: int) -> None:
+        config = builder(arch, name)
+        packed = (launch.packed_struct(dtype, params),)
+        launch.load(config, x.device.id)((ctas,), (32 * config.warps,), packed, shared_mem=smem)
+
+    def average(params: dict[str, Any]) -> None:
+        run(f"kmeans_means_{element}", MEANS_PARAMS, params, planes * clusters, means_smem)
+
+    average(begin)
     for i in range(iterations):
-        if i == 1:
-            assign["flag"] = 0  # it was looked for
-        assigning = (launch.packed_struct(ASSIGN_PARAMS, assign),)
-        run(f"kmeans_assign_{element}", assigning, planes * tiles, PRODUCT_SMEM)
-        run("kmeans_order", sorting, planes, order_smem)
-        run(f"kmeans_means_{element}", averaging, planes * clusters, means_smem)
+        found = assign | {"flag": 0 if i else flag}
+        run(f"kmeans_assign_{element}", ASSIGN_PARAMS, found, planes * tiles, PRODUCT_SMEM)
+        run("kmeans_order", ORDER_PARAMS, sort, planes, order_smem)
+        average(mean)
     return Sorted(order, sizes, moved)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from tessera_cupy.kernels.lifetime import pool_may_grow
+
 #: Elements of a 16-byte chunk.
 CHUNK = 8
 #: The catalog's names of the element types.
@@ -16,23 +18,49 @@ PRODUCT_TILE = 128
 PRODUCT_SMEM = 48 * 1024
 
 
-def packed(x: Any) -> Any:
+def new(shape: tuple[int, ...], dtype: Any, memory: list[Any]) -> Any:
+    """A CuPy array, which ``memory`` takes where a graph captures what will use it."""
+    import cupy
+
+    if not cupy.cuda.get_current_stream().is_capturing():
+        return cupy.empty(shape, dtype)
+    with pool_may_grow():
+        memory.append(cupy.empty(shape, dtype))
+    return memory[-1]
+
+
+def packed(x: Any, memory: list[Any]) -> Any:
     """A CuPy array of tokens in a form that the kernels read; itself where it has this form.
 
     Args:
         x: (batch, heads, tokens, d) CuPy array of any float dtype.
+        memory: takes what a captured launch uses.
 
     Returns:
         C-contiguous, float16 or bfloat16, wider types rounded to float16; rows in whole 16 bytes,
         zeros behind ``d``; the address is a multiple of 16.
     """
-    import cupy
-
     dtype = x.dtype if x.dtype.name in ELEMENT_OF else np.dtype(np.float16)
+    return padded(x, dtype, memory)
+
+
+def padded(x: Any, dtype: Any, memory: list[Any]) -> Any:
+    """The array in a dtype, C-contiguous, in rows of whole chunks: itself, or a copy."""
     *outer, d = x.shape
-    if d % CHUNK == 0:
-        made = cupy.ascontiguousarray(x, dtype=dtype)
-        return made if made.data.ptr % 16 == 0 else made.copy()
-    made = cupy.zeros((*outer, -(-d // CHUNK) * CHUNK), dtype)
+    width = -(-d // CHUNK) * CHUNK
+    if width == d and x.dtype == dtype and _contiguous(x) and x.data.ptr % 16 == 0:
+        return x
+    made = new((*outer, width), dtype, memory)
+    if width > d:
+        made[..., d:] = 0
     made[..., :d] = x
     return made
+
+
+def _contiguous(x: Any) -> bool:
+    step = x.dtype.itemsize
+    for length, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
+        if length > 1 and stride != step:
+            return False
+        step *= length
+    return True

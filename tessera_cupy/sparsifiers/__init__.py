@@ -16,6 +16,7 @@ from tessera_cupy.sparsifiers import (
     ssta,
     sta,
     static,
+    svg2,
     vsa,
     xattention,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "ssta",
     "sta",
     "static",
+    "svg2",
     "vsa",
     "xattention",
 ]

@@ -96,13 +96,14 @@ class Selection:
         mask: what to compute, over tokens in the heads' orders.
         orders: the orders, and which of them each head takes.
         notes: what else a rule tells, by name.
+        kv_orders: the orders of keys and values where they are others; None for those of queries.
 
     Example:
         ::
 
             chosen = spade.select(q, k, grid)
             out = block_sparse_attention(
-                chosen.permute(q), chosen.permute(k), chosen.permute(v), chosen.mask
+                chosen.permute(q), chosen.permute_kv(k), chosen.permute_kv(v), chosen.mask
             )
             out = chosen.restore(out)
     """
@@ -110,12 +111,17 @@ class Selection:
     mask: BlockMask
     orders: TokenOrders
     notes: Mapping[str, Any] = field(default_factory=dict)
+    kv_orders: TokenOrders | None = None
     # Of the inputs that this thread checked last, which are those that the mask was made from.
     _watch: _Watch | None = field(default_factory=lambda: _watched.watch, init=False, repr=False)
 
     def permute(self, x: Any) -> Any:
         """Put ``x`` of shape (batch, heads, tokens, d), in raster order, in the heads' orders."""
         return self.orders.permute(x)
+
+    def permute_kv(self, x: Any) -> Any:
+        """The same for keys and values."""
+        return (self.kv_orders or self.orders).permute(x)
 
     def restore(self, x: Any) -> Any:
         """Undo :meth:`permute`: back to raster order."""

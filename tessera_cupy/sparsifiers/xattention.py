@@ -27,7 +27,7 @@ from tessera_cupy.gpus import arch_of
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.sparsifiers import fixed
 from tessera_cupy.sparsifiers.scoring import keep_mass
-from tessera_cupy.sparsifiers.selection import Selection, checked_inputs, flag_of
+from tessera_cupy.sparsifiers.selection import Selection, checked_inputs, flag_of, memory
 from tessera_cupy.video import VideoGrid
 
 BLOCK = 128
@@ -79,18 +79,7 @@ def log_sums(q: Any, k: Any, stride: int) -> Any:
     """
     scale = 1 / (stride * math.sqrt(q.shape[3]))
     if not isinstance(q, np.ndarray):
-        from tessera_cupy.kernels import antidiagonal
-        from tessera_cupy.kernels.token_rows import packed
-
-        return antidiagonal.log_sums(
-            packed(q),
-            packed(k),
-            stride=stride,
-            block_groups=BLOCK // stride,
-            scale=scale,
-            arch=arch_of(int(q.device.id)).name,
-            flags=(flag_of(q), flag_of(k)),
-        )
+        return _log_sums_on_gpu(q, k, stride, scale)
     batch, heads, tokens, _ = q.shape
     blocks = -(-tokens // BLOCK)
     out = np.empty((batch, heads, blocks, blocks), np.float32)
@@ -105,6 +94,26 @@ def log_sums(q: Any, k: Any, stride: int) -> Any:
         with np.errstate(divide="ignore"):  # what underflowed has no mass
             out[b, h] = np.log(sums)
     return out
+
+
+def _log_sums_on_gpu(q: Any, k: Any, stride: int, scale: float) -> Any:
+    import cupy
+
+    from tessera_cupy.kernels import antidiagonal
+    from tessera_cupy.kernels.token_rows import packed
+
+    kept = memory()
+    with cupy.cuda.Device(q.device.id):
+        return antidiagonal.log_sums(
+            packed(q, kept),
+            packed(k, kept),
+            stride=stride,
+            block_groups=BLOCK // stride,
+            scale=scale,
+            arch=arch_of(int(q.device.id)).name,
+            memory=kept,
+            flags=(flag_of(q), flag_of(k)),
+        )
 
 
 def _grouped(x: NDArray[Any], stride: int, *, reverse: bool = False) -> NDArray[np.float32]:

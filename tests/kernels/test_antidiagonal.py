@@ -61,7 +61,7 @@ def test_sums_of_blocks(folder: Path, tokens: int, stride: int, d: int, dtype: A
     with gpu.here():
         logs = antidiagonal.log_sums(
             gpu.array(q), gpu.array(k), stride=stride, block_groups=128 // stride,
-            scale=scale, arch="sm_90a",
+            scale=scale, arch="sm_90a", memory=[],
         ).get()  # fmt: skip
     made = np.exp(logs)
     for h in range(2):
@@ -86,7 +86,7 @@ def test_what_is_no_number_is_flagged(folder: Path, where: str | None, value: fl
         at = flags.data.ptr
         antidiagonal.log_sums(
             gpu.array(arrays["q"]), gpu.array(arrays["k"]), stride=16, block_groups=8,
-            scale=0.01, arch="sm_90a", flags=(at, at + 4),
+            scale=0.01, arch="sm_90a", memory=[], flags=(at, at + 4),
         )  # fmt: skip
         assert flags.get().tolist() == [int(where == "q"), int(where == "k")]
 
@@ -99,7 +99,7 @@ def test_scores_far_apart_do_not_overflow(folder: Path) -> None:
     with gpu.here():
         logs = antidiagonal.log_sums(
             gpu.array(q), gpu.array(k.astype(np.float16)), stride=16, block_groups=8,
-            scale=1.0, arch="sm_90a",
+            scale=1.0, arch="sm_90a", memory=[],
         ).get()  # fmt: skip
     assert logs[0, 0, :, 0] == pytest.approx(np.log(8))
     assert (logs[0, 0, :, 1] == -np.inf).all()

@@ -39,7 +39,9 @@ def test_pieces(folder: Path, labels: int, piece: int) -> None:
     capacity = max(len(cut(of, piece)) for of in sizes.reshape(-1, labels).tolist()) + 3
     gpu = EmulatedGpu(folder, labels)
     with gpu.here():
-        made = clusters.pieces(gpu.array(sizes), labels - 1, piece, capacity, arch="sm_90a")
+        made = clusters.pieces(
+            gpu.array(sizes), labels - 1, piece, capacity, arch="sm_90a", memory=[]
+        )
         piece_sizes, piece_labels, weights = (array.get() for array in made)
     assert (weights == sizes[..., :-1]).all()
     for b, h in np.ndindex(2, 3):
@@ -58,7 +60,7 @@ def test_expanded(folder: Path) -> None:
     gpu = EmulatedGpu(folder, 1)
     with gpu.here():
         made = clusters.expand(
-            gpu.array(kept), gpu.array(q_labels), gpu.array(k_labels), arch="sm_90a"
+            gpu.array(kept), gpu.array(q_labels), gpu.array(k_labels), arch="sm_90a", memory=[]
         ).get()
     for at in np.ndindex(2, 2, 13, 1100):
         q, k = q_labels[at[:3]], k_labels[(*at[:2], at[3])]

@@ -39,9 +39,16 @@ def run(folder: Path, x: Any, centroids: Any, iterations: int, seed: int, **plac
     with gpu.here():
         given = gpu.array(centroids)
         made = kmeans.kmeans(
-            gpu.array(x), centroids.shape[2], iterations, centroids=given, arch="sm_90a", **where
+            gpu.array(x),
+            centroids.shape[2],
+            iterations,
+            centroids=given,
+            arch="sm_90a",
+            memory=[],
+            **where,
         )
-        return tuple(array.get() for array in made)
+        order, sizes, moved = (array.get() for array in made)
+        return order.reshape(x.shape[:3]), sizes, moved
 
 
 @needs_compiler
@@ -126,7 +133,9 @@ def test_what_is_no_number_is_flagged(folder: Path, value: float) -> None:
     gpu = EmulatedGpu(folder, 8)
     with gpu.here():
         flag = gpu.array(np.zeros(1, np.int32), writable=True)
-        kmeans.kmeans(gpu.array(x), 3, 1, start=0, tokens=200, arch="sm_90a", flag=flag.data.ptr)
+        kmeans.kmeans(
+            gpu.array(x), 3, 1, start=0, tokens=200, arch="sm_90a", memory=[], flag=flag.data.ptr
+        )
         assert flag.get().tolist() == [int(not np.isfinite(value))]
 
 
@@ -149,12 +158,12 @@ def test_it_begins_with_tokens_at_even_distances(folder: Path, start: int) -> No
     x = rng.standard_normal((2, 1, 107, 8)).astype(np.float16)
     gpu = EmulatedGpu(folder, 10)
     with gpu.here():
-        made = kmeans.kmeans(gpu.array(x), 6, 1, start=start, tokens=100, arch="sm_90a")
+        made = kmeans.kmeans(gpu.array(x), 6, 1, start=start, tokens=100, arch="sm_90a", memory=[])
         chosen = [start + at for at in (0, 16, 33, 50, 66, 83)]
         begun = x[:, :, chosen].astype(np.float32)
         given = gpu.array(begun)
         same = kmeans.kmeans(
-            gpu.array(x), 6, 1, centroids=given, start=start, tokens=100, arch="sm_90a"
+            gpu.array(x), 6, 1, centroids=given, start=start, tokens=100, arch="sm_90a", memory=[]
         )
         for a, b in zip(made, same, strict=True):
             assert a.get().tobytes() == b.get().tobytes()

@@ -1,0 +1,220 @@
+"""K-means clusters of tokens, and clusters cut into pieces that blocks can hold.
+
+Lloyd's iterations from given centroids, or from tokens at even distances. A token belongs to the
+centroid ``c`` with the largest ``x . c - |c|^2 / 2``, which is the nearest one, ties to the lower;
+a centroid then becomes the mean of its tokens, and stays where it has none. For the products
+centroids are rounded to the tokens' type where that has 16 bits. On a GPU the kernels of
+:mod:`tessera_cupy.kernels.kmeans` do the same, wider tokens rounded to float16 first; the same
+input gives the same bits each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tessera_cupy.errors import wrong
+from tessera_cupy.gpus import arch_of
+from tessera_cupy.kernels.kmeans import MOST_LABELS
+from tessera_cupy.sparsifiers.selection import flag_of, memory
+from tessera_cupy.video import VideoGrid
+
+#: Clusters at most; a GPU has room for their labels and the text's.
+MOST_CLUSTERS = MOST_LABELS - 1
+
+# Rows whose products with all centroids are in memory at a time.
+_ROWS = 8192
+
+
+class Clusters(NamedTuple):
+    """Tokens by cluster, where the tokens are.
+
+    Attributes:
+        order: (batch * heads, tokens) int32: the tokens of cluster 0 in raster order, then those of
+            cluster 1, ...; text comes last.
+        sizes: (batch, heads, labels) int32: tokens of each cluster, and of the text where there is
+            some.
+        centroids: (batch, heads, clusters, d) float32.
+    """
+
+    order: Any
+    sizes: Any
+    centroids: Any
+
+
+class Pieces(NamedTuple):
+    """Clusters as pieces.
+
+    Attributes:
+        sizes: (batch, heads, capacity) int32, tokens of each piece; 0 for what is none.
+        labels: the same shape, the cluster of each piece; -1 for what is none.
+        weights: (batch, heads, clusters) float32, the sizes of the clusters.
+    """
+
+    sizes: Any
+    labels: Any
+    weights: Any
+
+
+def kmeans(
+    x: Any, clusters: int, grid: VideoGrid, *, iterations: int, centroids: Any = None
+) -> Clusters:
+    """Cluster the video's tokens of each head.
+
+    Args:
+        x: (batch, heads, tokens, d) in raster order, any float dtype, NumPy or CuPy.
+        clusters: how many, at most :data:`MOST_CLUSTERS`.
+        grid: the video grid that the tokens lie on.
+        iterations: at least 1.
+        centroids: (batch, heads, clusters, d) to begin with, where ``x`` is; None for tokens at
+            even distances.
+
+    Raises:
+        ValueError: no iterations; more clusters than tokens; other shapes of centroids.
+
+    >>> x = np.array([0, 9, 1, 10], np.float32).reshape(1, 1, 4, 1)
+    >>> found = kmeans(x, 2, VideoGrid(1, 1, 4), iterations=2)
+    >>> found.order.ravel().tolist(), found.centroids.ravel().tolist()
+    ([0, 2, 1, 3], [0.5, 9.5])
+    """
+    if iterations < 1:
+        raise ValueError(wrong("iterations", "at least 1", iterations, "2 are enough to go on"))
+    most = min(MOST_CLUSTERS, grid.video_tokens)
+    if not 1 <= clusters <= most:
+        expected = f"1 to {most} clusters of {grid.video_tokens} video tokens"
+        raise ValueError(wrong("clusters", expected, clusters, f"take {most} at most"))
+    shape = (*x.shape[:2], clusters, x.shape[3])
+    if centroids is not None and tuple(centroids.shape) != shape:
+        got = f"shape {tuple(centroids.shape)}"
+        raise ValueError(
+            wrong("centroids", f"shape {shape}", got, "pass those of a selection of this geometry")
+        )
+    if not isinstance(x, np.ndarray):
+        return _kmeans_on_gpu(x, clusters, grid, iterations, centroids)
+    video = slice(grid.video_start, grid.video_start + grid.video_tokens)
+    text = np.setdiff1d(np.arange(grid.tokens), np.arange(grid.tokens)[video])
+    order = np.empty(x.shape[:3], np.int32)
+    sizes = np.full((*x.shape[:2], clusters + (len(text) > 0)), len(text), np.int32)
+    made = np.empty(shape, np.float32)
+    chosen = np.arange(clusters) * grid.video_tokens // clusters
+    for head in np.ndindex(*x.shape[:2]):
+        tokens = x[head][video]
+        made[head] = tokens[chosen] if centroids is None else centroids[head]
+        for _ in range(iterations):
+            labels = _nearest(tokens, made[head])
+            by_label = np.argsort(labels, kind="stable")
+            counts = np.bincount(labels, minlength=clusters)
+            there = np.flatnonzero(counts)
+            starts = np.cumsum(counts) - counts
+            ordered = tokens[by_label].astype(np.float32)
+            sums = np.add.reduceat(ordered, starts[there], axis=0)
+            made[head][there] = sums / counts[there, None].astype(np.float32)
+        order[head] = np.concatenate([by_label + grid.video_start, text])
+        sizes[head][:clusters] = counts
+    return Clusters(order.reshape(-1, grid.tokens), sizes, made)
+
+
+def pieces(sizes: Any, clusters: int, piece: int, capacity: int) -> Pieces:
+    """Cut each cluster into pieces of ``piece`` tokens, the last of which has what is left.
+
+    Args:
+        sizes: (batch, heads, labels) int32, tokens of each label, NumPy or CuPy.
+        clusters: how many of the labels are clusters.
+        piece: most tokens of a piece.
+        capacity: pieces that there is room for, at least :func:`room`.
+
+    >>> cut = pieces(np.array([[[5, 0, 3]]], np.int32), 3, 4, 4)
+    >>> cut.sizes.ravel().tolist(), cut.labels.ravel().tolist()
+    ([4, 1, 3, 0], [0, 0, 2, -1])
+    """
+    if not isinstance(sizes, np.ndarray):
+        import cupy
+
+        from tessera_cupy.kernels.clusters import pieces as cut_on_gpu
+
+        device = int(sizes.device.id)
+        with cupy.cuda.Device(device):
+            return Pieces(
+                *cut_on_gpu(
+                    sizes, clusters, piece, capacity, arch=arch_of(device).name, memory=memory()
+                )
+            )
+    cut = np.zeros((*sizes.shape[:2], capacity), np.int32)
+    labels = np.full(cut.shape, -1, np.int32)
+    for head in np.ndindex(*sizes.shape[:2]):
+        counts = -(-sizes[head] // piece)
+        of = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        labels[head][: len(of)] = of
+        cut[head][: len(of)] = np.minimum(sizes[head][of] - number * piece, piece)
+    return Pieces(cut, labels, sizes[..., :clusters].astype(np.float32))
+
+
+def room(tokens: int, labels: int, piece: int) -> int:
+    """Pieces that clusters of whatever sizes need at most, rounded up to a multiple of 4.
+
+    >>> room(57_600, 300, 64)
+    1196
+    """
+    return -(-((tokens + labels * (piece - 1)) // piece) // 4) * 4
+
+
+def expand(kept: Any, queries: Pieces, keys: Pieces) -> Any:
+    """A map of clusters, (batch, heads, q clusters, k clusters), as one of pieces.
+
+    Text attends to all and is attended by all; what is no piece keeps nothing.
+    """
+    if not isinstance(kept, np.ndarray):
+        import cupy
+
+        from tessera_cupy.kernels.clusters import expand as expand_on_gpu
+
+        device = int(kept.device.id)
+        with cupy.cuda.Device(device):
+            arch = arch_of(device).name
+            return expand_on_gpu(kept, queries.labels, keys.labels, arch=arch, memory=memory())
+    # One row and column more for the text, and one, which the label -1 means, for no piece.
+    wide = np.pad(kept, ((0, 0), (0, 0), (0, 2), (0, 2)), constant_values=True)
+    wide[:, :, -1, :] = wide[:, :, :, -1] = False
+    made = np.empty((*kept.shape[:2], queries.labels.shape[2], keys.labels.shape[2]), np.bool_)
+    for head in np.ndindex(*kept.shape[:2]):
+        made[head] = wide[head][np.ix_(queries.labels[head], keys.labels[head])]
+    return made
+
+
+def _nearest(tokens: NDArray[Any], centroids: NDArray[np.float32]) -> NDArray[np.int64]:
+    rounded = centroids
+    if tokens.dtype.itemsize == 2:
+        rounded = centroids.astype(tokens.dtype).astype(np.float32)
+    half_norms = np.einsum("cd,cd->c", rounded, rounded) / 2
+    labels = np.empty(len(tokens), np.int64)
+    for first in range(0, len(tokens), _ROWS):
+        rows = slice(first, first + _ROWS)
+        labels[rows] = (tokens[rows].astype(np.float32) @ rounded.T - half_norms).argmax(axis=1)
+    return labels
+
+
+def _kmeans_on_gpu(
+    x: Any, clusters: int, grid: VideoGrid, iterations: int, centroids: Any
+) -> Clusters:
+    import cupy
+
+    from tessera_cupy.kernels import kmeans as kernels
+    from tessera_cupy.kernels.token_rows import packed, padded
+
+    device, kept = int(x.device.id), memory()
+    with cupy.cuda.Device(device):
+        found = kernels.kmeans(
+            packed(x, kept),
+            clusters,
+            iterations,
+            centroids=None if centroids is None else padded(centroids, np.float32, kept),
+            start=grid.video_start,
+            tokens=grid.video_tokens,
+            arch=arch_of(device).name,
+            memory=kept,
+            flag=flag_of(x),
+        )
+    return Clusters(found.order, found.sizes, found.centroids[..., : x.shape[3]])
