@@ -3,9 +3,10 @@
 //
 //   order  = orders[choice[plane]], or each of the orders in turn, or raster
 //   rows   x[plane, order[i]] for the i of the block; with `normalise` divided by their lengths
-//   mean   (planes, blocks, d)           high, low  likewise
-//   alike  (planes, candidates, blocks)  |mean|^2, which of unit vectors is the mean cosine
-//          similarity of all pairs
+//   mean      (planes, blocks, d)           high, low: likewise
+//   extremes  (planes, blocks, 2, d)        high and low in the elements' own type, which holds them
+//   alike     (planes, candidates, blocks)  |mean|^2, which of unit vectors is the mean cosine
+//             similarity of all pairs
 //
 // A warp takes a block, so no result depends on another warp. Lanes have four channels each, 128 a
 // chunk, and kRows rows in flight: 2 KB a warp and 48 KB a multiprocessor, more than HBM needs.
@@ -17,6 +18,8 @@
 //     high and low of blocks of 64     28 us of HBM; 45 instructions a row, 23 us
 //     unit vectors of runs of 4        118 MB read, 59 MB written: 42 us; 80 a row, 40 us
 //     alike of 6 orders of such runs   6 x 59 MB: 64 us of L2; 30 a run, 22 us
+// SPADE's mask is these, with the extremes of q and k, choose_order, extreme_scores and keep_top:
+// 42 + 64 + 3 + 2 x 28 + 30 + 12 = 207 us.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -30,11 +33,12 @@ struct PoolParams {
   const i32* orders;  // (order_count, tokens), or null: raster
   const i32* choice;  // (planes), or null: order 0
   const i32* starts;  // (blocks + 1), or null: blocks of `block` tokens
-  float* mean;        // these four or null
+  float* mean;        // these and the next four or null
   float* high;
   float* low;
   float* alike;
-  i32* flag;  // set where x holds NaN or infinities, or null
+  void* extremes;  // (planes, blocks, 2, d) of 16-bit elements: high, then low; d is in fours
+  i32* flag;       // set where x holds NaN or infinities, or null
   i32 planes;
   i32 heads;
   i32 tokens;
@@ -227,6 +231,20 @@ __device__ __forceinline__ void pool_block(const PoolParams& p, u32 plane, u32 c
       if (p.high != nullptr) p.high[target + channel] = of.high[c][i];
       if (p.low != nullptr) p.low[target + channel] = of.low[c][i];
     }
+  if constexpr (sizeof(T) == 2) {
+    u16* const pair = static_cast<u16*>(p.extremes) + 2 * target;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int channel = 128 * c + 4 * lane;
+      if (p.extremes == nullptr || channel >= p.head_dim) continue;
+      auto put = [](u16* to, const float (&four)[4]) {
+        *reinterpret_cast<uint2*>(to) =
+            make_uint2(pack2<T>(four[0], four[1]), pack2<T>(four[2], four[3]));
+      };
+      put(pair + channel, of.high[c]);
+      put(pair + p.head_dim + channel, of.low[c]);
+    }
+  }
   // What is no number makes the sum none; large numbers may do so, too.
   if (suspect && p.flag != nullptr) look_again<T>(p, x, places, begin, end);
   if (p.alike == nullptr) return;

@@ -295,6 +295,9 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     "block_scores": TokenKernel(
         (), 4, 3, "8 x 8 products a thread: 64 multiply-adds for four reads of shared memory"
     ),
+    "extreme_scores": TokenKernel(
+        ("fp16", "bf16"), 8, 2, "128 x 128 products of 16-bit extremes, two of them a score"
+    ),
     "keep_top": TokenKernel((), 8, 3, "a warp a row, or a CTA a long one; keys in registers"),
     "keep_mass": TokenKernel((), 8, 3, "as keep_top; each step sums instead of counting"),
 }

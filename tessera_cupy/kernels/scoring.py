@@ -21,6 +21,7 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.catalog import ELEMENTS, MAX_HEAD_DIM, builder
 from tessera_cupy.kernels.lifetime import Uses, pool_may_grow, release_with
+from tessera_cupy.kernels.token_rows import CHUNK, PRODUCT_SMEM, PRODUCT_TILE
 
 _STRIDES = np.dtype([("batch", np.int64), ("head", np.int64), ("row", np.int64)])
 
@@ -30,7 +31,7 @@ POOL_PARAMS = np.dtype(
         ("x", np.uint64),
         ("stride", _STRIDES),
         *[(name, np.uint64) for name in ("orders", "choice", "starts")],
-        *[(name, np.uint64) for name in ("mean", "high", "low", "alike", "flag")],
+        *[(name, np.uint64) for name in ("mean", "high", "low", "alike", "extremes", "flag")],
         *[(name, np.int32) for name in ("planes", "heads", "tokens", "head_dim", "blocks")],
         *[(name, np.int32) for name in ("block", "candidates", "order_count", "normalise")],
         ("vectors", np.int32),
@@ -52,6 +53,14 @@ BLOCK_SCORES_PARAMS = np.dtype(
         *[(name, np.int32) for name in ("n", "m", "head_dim", "row_tiles", "column_tiles")],
         ("scale", np.float32),
         *[(name, np.int32) for name in ("vectors", "vector_out")],
+    ],
+    align=True,
+)
+#: ``ExtremeScoresParams`` in extreme_scores.cu.
+EXTREME_SCORES_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("a", "b", "out")],
+        *[(name, np.int32) for name in ("n", "m", "chunks", "row_tiles", "column_tiles")],
     ],
     align=True,
 )
@@ -194,6 +203,50 @@ def scores(a: tuple[Any, ...], b: tuple[Any, ...], scale: float, memory: Memory)
         return out
 
 
+def extreme_scores(
+    q: Any, k: Any, blocks: tuple[Any, Any], orders: Any, flags: tuple[int, int], memory: Memory
+) -> Any:
+    """``scoring.extreme_scores``; on tensor cores where elements have 16 bits.
+
+    Args:
+        q: (batch, heads, tokens, d).
+        k: (batch, heads, tokens, d).
+        blocks: those of q and of k.
+        orders: a TokenOrders, or None.
+        flags: of q and of k.
+        memory: takes what a captured launch uses.
+
+    Returns:
+        (batch, heads, n, m) float32.
+    """
+    batch, heads, _, head_dim = q.shape
+    if q.dtype != k.dtype or q.dtype.itemsize != 2 or head_dim % CHUNK:
+        extremes = [
+            pool(x, size, ("max", "min"), orders, flag, memory)
+            for x, size, flag in zip((q, k), blocks, flags, strict=True)
+        ]
+        return scores(extremes[0], extremes[1], 1.0, memory)
+    with _on(q) as device:
+        sides = []
+        for x, size, flag in zip((q, k), blocks, flags, strict=True):
+            x = _readable(x, memory)
+            count = _count(size, x.shape[2])
+            side = _new((batch, heads, count, 2, head_dim), x.dtype, memory)
+            _pool(x, size, device, memory, orders=orders, flag=flag, extremes=side)
+            sides.append(side)
+        n, m = (side.shape[2] for side in sides)
+        out = _new((batch, heads, n, m), np.float32, memory)
+        row_tiles, column_tiles = -(-n // PRODUCT_TILE), -(-m // (PRODUCT_TILE // 2))
+        params = {
+            **{"a": sides[0], "b": sides[1], "out": out, "n": n, "m": m},
+            **{"chunks": head_dim // CHUNK, "row_tiles": row_tiles, "column_tiles": column_tiles},
+        }
+        name = f"extreme_scores_{_SHORT[q.dtype.name]}"
+        grid = batch * heads * row_tiles * column_tiles
+        _launch(name, EXTREME_SCORES_PARAMS, params, grid, device, smem=PRODUCT_SMEM)
+        return out
+
+
 def keep_top(score: Any, count: int, always: Any, memory: Memory) -> Any:
     """``scoring.keep_top``: (batch, heads, n, m) bool."""
     with _on(score) as device:
@@ -291,14 +344,20 @@ def _launch_rows(kernel: str, dtype: np.dtype[Any], params: dict[str, Any], devi
 
 
 def _launch(
-    name: str, dtype: np.dtype[Any], params: dict[str, Any], grid: int, device: int
+    name: str,
+    dtype: np.dtype[Any],
+    params: dict[str, Any],
+    grid: int,
+    device: int,
+    *,
+    smem: int = 0,
 ) -> None:
     config = builder(gpus.arch_of(device).name, name)
     values = {
         key: value.data.ptr if hasattr(value, "data") else value for key, value in params.items()
     }
     kernel = launch.load(config, device)
-    kernel((grid,), (32 * config.warps,), (launch.packed_struct(dtype, values),))
+    kernel((grid,), (32 * config.warps,), (launch.packed_struct(dtype, values),), shared_mem=smem)
     for value in params.values():
         if isinstance(value, _Constant):
             value.used()

@@ -186,27 +186,38 @@ def scores(a: Any, b: Any, *, scale: float = 1.0) -> Any:
     return product
 
 
-def extreme_scores(a_high: Any, a_low: Any, b_high: Any, b_low: Any) -> Any:
-    """The larger one of ``(a_high + a_low) @ b_high^T`` and ``(a_high + a_low) @ b_low^T``.
+def extreme_scores(
+    q: Any, k: Any, blocks: tuple[Blocks, Blocks], *, orders: TokenOrders | None = None
+) -> Any:
+    """Scores of blocks by the largest and smallest values of each channel over their tokens.
+
+    With ``max`` and ``min`` as :func:`pool` has them, that is the larger one of
+    ``(qmax + qmin) @ kmax^T`` and ``(qmax + qmin) @ kmin^T``.
 
     Args:
-        a_high: (batch, heads, n, d) float32.
-        a_low: the same shape.
-        b_high: (batch, heads, m, d) float32.
-        b_low: the same shape.
+        q: (batch, heads, tokens, d), any float dtype, in raster order.
+        k: (batch, heads, tokens, d), likewise.
+        blocks: tokens of a block of q and of k, or the sizes of all.
+        orders: the order in which the tokens are read; None is raster order.
 
     Returns:
-        (batch, heads, n, m) float32.
+        (batch, heads, n, m) float32, where ``q`` is.
     """
-    if namespace(a_high, "a_high") is not np:
+    if namespace(q, "q") is not np:
         from tessera_cupy.kernels import scoring
 
-        return scoring.scores((a_high, a_low), (b_high, b_low), 1.0, memory())
-    middle = a_high + a_low
-    product = scores(middle, b_high)
-    for head in np.ndindex(*middle.shape[:2]):
-        np.maximum(product[head], middle[head] @ b_low[head].T, out=product[head])
-    return product
+        for side in blocks:
+            block_starts(side, q.shape[2])
+        plain = (_plain(blocks[0]), _plain(blocks[1]))
+        flags = (flag_of(q), flag_of(k))
+        return scoring.extreme_scores(q, k, plain, orders, flags, memory())
+    q_high, q_low = pool_kinds(q, blocks[0], ("max", "min"), orders=orders)
+    k_high, k_low = pool_kinds(k, blocks[1], ("max", "min"), orders=orders)
+    middle = q_high + q_low
+    score = scores(middle, k_high)
+    for head in np.ndindex(*score.shape[:2]):
+        np.maximum(score[head], middle[head] @ k_low[head].T, out=score[head])
+    return score
 
 
 def keep_top(score: Any, count: int, *, always: Any = None) -> Any:

@@ -91,9 +91,7 @@ def select(
     orders = scoring.most_alike(q, bq, candidates(grid, shapes))
     always = _always(grid, (bq, bkv), sinks, diagonal)
 
-    q_high, q_low = scoring.pool_kinds(q, bq, ("max", "min"), orders=orders)
-    k_high, k_low = scoring.pool_kinds(k, bkv, ("max", "min"), orders=orders)
-    score = scoring.extreme_scores(q_high, q_low, k_high, k_low)
+    score = scoring.extreme_scores(q, k, (bq, bkv), orders=orders)
     kept = scoring.keep_top(score, int(keep * always.shape[1]), always=always)
 
     return Selection(

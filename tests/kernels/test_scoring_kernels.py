@@ -167,14 +167,37 @@ class TestScores:
         equal(
             scoring.scores(gpu.array(a), gpu.array(b), scale=0.25), scoring.scores(a, b, scale=0.25)
         )
-        more, other = whole(rng, 2, 2, n, head_dim), whole(rng, 2, 2, m, head_dim)
-        made = scoring.extreme_scores(*map(gpu.array, (a, more, b, other)))
-        equal(made, scoring.extreme_scores(a, more, b, other))
 
     def test_strided_input(self, gpu: EmulatedGpu, rng: np.random.Generator) -> None:
         a, b = whole(rng, 1, 9, 2, 20), whole(rng, 1, 2, 11, 21)
         made = scoring.scores(gpu.array(a).transpose(0, 2, 1, 3), gpu.array(b)[..., 1:])
         equal(made, scoring.scores(a.transpose(0, 2, 1, 3), b[..., 1:]))
+
+
+class TestExtremeScores:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("head_dim", [8, 37, 40, 128, 200])
+    @pytest.mark.parametrize(("tokens", "blocks"), [(40, (2, 3)), (135, (1, 1)), (36, (5, SIZES))])
+    def test_scores(
+        self,
+        gpu: EmulatedGpu,
+        rng: np.random.Generator,
+        dtype: Any,
+        head_dim: int,
+        tokens: int,
+        blocks: Any,
+    ) -> None:
+        q, k = whole(rng, 2, 1, 2, tokens, head_dim, dtype=dtype)
+        orders = TokenOrders(draw_orders(rng, 2, tokens), np.array([[1, 0]], np.int32))
+        made = scoring.extreme_scores(gpu.array(q), gpu.array(k), blocks, orders=orders)
+        equal(made, scoring.extreme_scores(q, k, blocks, orders=orders))
+        on_tensor_cores = np.dtype(dtype).itemsize == 2 and head_dim % 8 == 0
+        assert (gpu.launched[-1] == "block_scores") != on_tensor_cores
+
+    def test_random_values(self, gpu: EmulatedGpu, rng: np.random.Generator) -> None:
+        q, k = rng.standard_normal((2, 1, 2, 200, 64)).astype(ml_dtypes.bfloat16)
+        made = scoring.extreme_scores(gpu.array(q), gpu.array(k), (8, 4)).get()
+        assert np.allclose(made, scoring.extreme_scores(q, k, (8, 4)), rtol=1e-4, atol=1e-4)
 
 
 SHAPES = [

@@ -90,12 +90,17 @@ def test_scores() -> None:
     assert np.allclose(made, 0.5 * np.einsum("bhnd,bhmd->bhnm", a, b), rtol=1e-5, atol=1e-6)
 
 
-def test_extreme_scores() -> None:
-    a, b = arrays(2, 2, 3, 4, 5), arrays(2, 2, 3, 6, 5, seed=1)
-    made = scoring.extreme_scores(*a, *b)
-    middle = a[0] + a[1]
-    high, low = (np.einsum("bhnd,bhmd->bhnm", middle, x) for x in b)
-    assert np.allclose(made, np.maximum(high, low), rtol=1e-5, atol=1e-6)
+def test_extreme_scores(orders: TokenOrders) -> None:
+    q, k = arrays(2, 2, 3, 20, 5)
+    made = scoring.extreme_scores(q, k, (6, SIZES), orders=orders)
+    assert made.shape == (2, 3, 4, 5)
+    for b, h, i, j in np.ndindex(*made.shape):
+        order = orders.of(b, h)
+        rows = np.split(q[b, h][order], [6, 12, 18])[i]
+        columns = np.split(k[b, h][order], np.cumsum(SIZES)[:-1])[j]
+        middle = rows.max(axis=0) + rows.min(axis=0)
+        expected = max(middle @ columns.max(axis=0), middle @ columns.min(axis=0))
+        assert made[b, h, i, j] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 class TestKeepTop:
