@@ -42,6 +42,7 @@ class Plan:
         spec: the plan's name, taken apart.
         config: the kernel of the catalog that runs it.
         choice: the regime that it came from, and what was passed over.
+        model: the GPU that the tasks are organized for.
     """
 
     def __init__(self, mask: BlockMask, prepared: Prepared) -> None:
@@ -51,6 +52,7 @@ class Plan:
         self.spec = prepared.spec
         self.config = prepared.config
         self.choice = prepared.choice
+        self.model = prepared.model
         self._prepared = prepared
 
     def __repr__(self) -> str:
@@ -87,7 +89,7 @@ class Plan:
         config, reason = eligible(self.spec, mask, r)
         if config is None:
             raise not_eligible(self.spec.name, reason, r)
-        model = self._prepared.model
+        model = self.model
         return Plan(mask, Prepared(r, self.spec, config, model, self.choice, mask.version))
 
     def check(self) -> None:
@@ -162,14 +164,14 @@ class Plan:
                 wrong("q", "an array on a GPU", "one in host memory", "copy it to the GPU")
             )
         self._check_device(device)
-        prepared, scale = self._prepared, _scale(None, r.head_dim)
+        prepared, scale = self._prepared, checked_scale(None, r.head_dim)
         with interop.on_stream(None, (q, k, v), device):
             launch.refuse_capture()
             import cupy
 
             plan = prepared.on_device(self.mask, device)
             result = interop.empty(q, r.q_shape, r.dtype)
-            packed, copies = self._pack(q, k, v, result, scale, plan.slot_log2, call, None)
+            packed, copies = self.pack(q, k, v, result, scale, plan.slot_log2, call, None)
             made_there = prepared.makes(self.mask, device)
             times = []
             for _ in range(1 + runs):
@@ -195,7 +197,7 @@ class Plan:
         stream: Any,
     ) -> Any:
         """:meth:`run` for arrays that were checked, and that are of the plan's request."""
-        scale = _scale(sm_scale, self.request.head_dim)
+        scale = checked_scale(sm_scale, self.request.head_dim)
         if call.device is None:
             return self._run_on_host(q, k, v, scale, out, return_lse)
         return self._run_on_gpu(call, q, k, v, scale, out, return_lse, stream)
@@ -265,7 +267,7 @@ class Plan:
         packed = call.packed.get(key)
         copies: list[Any] = []
         if packed is None:
-            packed, copies = self._pack(q, k, v, result, scale, plan.slot_log2, call, out)
+            packed, copies = self.pack(q, k, v, result, scale, plan.slot_log2, call, out)
             if None not in addresses and not copies:
                 call.remember(key, packed)
         lse, at = None, 0
@@ -312,7 +314,7 @@ class Plan:
                 )
             )
 
-    def _pack(
+    def pack(
         self,
         q: Any,
         k: Any,
@@ -342,7 +344,7 @@ class Plan:
                 **{name: getattr(r, name) for name in _SIZES},
                 dtype=r.dtype,
                 sm_scale=scale,
-                capacity=self._prepared.model.capacity,
+                capacity=self.model.capacity,
                 device=call.device,
             ),
             slot_log2,
@@ -350,7 +352,12 @@ class Plan:
         return packed, [x.owner for name, x in operands.items() if x is not given[name]]
 
 
-def _scale(sm_scale: float | None, head_dim: int) -> float:
+def checked_scale(sm_scale: float | None, head_dim: int) -> float:
+    """The factor on the scores as a float32 number, ``1 / sqrt(head_dim)`` for None.
+
+    Raises:
+        ValueError: it is no finite float32 number.
+    """
     if sm_scale is None:
         return 1.0 / math.sqrt(head_dim)
     try:

@@ -1,0 +1,393 @@
+"""Sparse VideoGen's rule: each head is spatial or temporal, by the error on sampled query rows.
+
+With frame ``f`` and place ``p`` (row and column) of a token, query ``i`` keeps key ``j`` where
+
+    spatial    |f(i) - f(j)| <= frames   or  f(j) = 0
+    temporal   |p(i) - p(j)| <= places   or  f(j) = 0
+
+The first frame is a sink of both; text attends to all and all attend to it. The coordinates are
+exact: masks carry token bits where a window's end crosses a block. In temporal-major order, frame
+0 first and then place by place, a temporal head's keys are the sink and one band.
+
+Of each head some query rows are drawn; their attention under either pattern is compared with their
+dense attention, and the pattern with the smaller sum of squared errors is the head's.
+
+Source: Sparse VideoGen (arXiv 2502.01776), with windows for its published kept fractions of 0.25 to
+0.30; the masks are exact in coordinates, as Splash attention's, not rounded to blocks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tessera_cupy.attention import block_sparse_attention
+from tessera_cupy.errors import wrong
+from tessera_cupy.kernels.route import choose_routes
+from tessera_cupy.masks import BlockMask, interval_mask
+from tessera_cupy.permute import TokenOrders
+from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
+from tessera_cupy.video import VideoGrid
+
+#: The two routes, as :func:`route` numbers them.
+SPATIAL, TEMPORAL = 0, 1
+#: Blocks of the masks: query rows of one tile, and keys of one fragment.
+BLOCK = (128, 64)
+
+_Int = NDArray[np.int64]
+
+
+class Windows(NamedTuple):
+    """Reach of the patterns: in frames of a spatial head, in places of a temporal one."""
+
+    frames: int
+    places: int
+
+
+@lru_cache(maxsize=64)
+def windows(grid: VideoGrid, keep: float = 0.3) -> Windows:
+    """The widest windows whose masks keep at most a fraction of all pairs; at least 0 each.
+
+    Args:
+        grid: the grid of the tokens.
+        keep: kept fraction, above 0 and up to 1; 0.25 to 0.30 were published.
+
+    Raises:
+        ValueError: ``keep`` is no such fraction.
+
+    >>> windows(VideoGrid(21, 45, 80), 0.3)
+    Windows(frames=2, places=513)
+    """
+    if not 0 < keep <= 1:
+        raise ValueError(wrong("keep", "a fraction above 0, up to 1", keep, "pass 0.3 for 30%"))
+    most = keep * grid.tokens**2
+    frames = _widest(grid.t, lambda reach: spatial_pairs(grid, reach) <= most)
+    places = _widest(grid.frame_tokens, lambda reach: temporal_pairs(grid, reach) <= most)
+    return Windows(frames, places)
+
+
+def _widest(count: int, fits: Any) -> int:
+    """The largest reach below ``count`` that fits, by bisection; 0 if none does."""
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def spatial_pairs(grid: VideoGrid, frames: int) -> int:
+    """Pairs of tokens that a spatial head keeps."""
+    kept = sum(_reached(t, frames, grid.t) + (t > frames) for t in range(grid.t))
+    return kept * grid.frame_tokens**2 + _text_pairs(grid)
+
+
+def temporal_pairs(grid: VideoGrid, places: int) -> int:
+    """Pairs of tokens that a temporal head keeps."""
+    place = np.arange(grid.frame_tokens)
+    band = np.minimum(place + places + 1, len(place)) - np.maximum(place - places, 0)
+    kept = int(band.sum()) * (grid.t - 1) + len(place) ** 2
+    return kept * grid.t + _text_pairs(grid)
+
+
+def _reached(at: int, reach: int, count: int) -> int:
+    return min(at + reach + 1, count) - max(at - reach, 0)
+
+
+def _text_pairs(grid: VideoGrid) -> int:
+    return grid.tokens**2 - grid.video_tokens**2
+
+
+@lru_cache(maxsize=8)
+def spatial_mask(grid: VideoGrid, frames: int) -> BlockMask:
+    """The mask of a spatial head, over tokens in raster order; the same object for the same grid.
+
+    Raises:
+        ValueError: ``frames`` is no reach within the grid.
+
+    >>> mask = spatial_mask(VideoGrid(4, 4, 8), 1)
+    >>> mask.active_pairs() == (3 + 3 + 4 + 3) * 32**2 - 32**2
+    True
+    """
+    _check_reach("frames", frames, grid.t)
+    token = np.arange(grid.tokens) - grid.video_start
+    return interval_mask(*_spatial(grid, token, frames), BLOCK, grid.tokens)
+
+
+@lru_cache(maxsize=8)
+def temporal_mask(grid: VideoGrid, places: int) -> BlockMask:
+    """The mask of a temporal head, over tokens in :meth:`VideoGrid.temporal_order`.
+
+    Raises:
+        ValueError: ``places`` is no reach within a frame.
+    """
+    _check_reach("places", places, grid.frame_tokens)
+    token = grid.temporal_order() - grid.video_start
+    place, start = token % grid.frame_tokens, grid.video_start
+    behind = start + grid.frame_tokens  # where frame 0 ends
+    further = grid.t - 1
+    first = behind + np.maximum(place - places, 0) * further
+    last = behind + np.minimum(place + places + 1, grid.frame_tokens) * further
+    begin = np.stack([np.full_like(token, start), first], axis=1)
+    end = np.stack([np.full_like(token, behind), last], axis=1)
+    return interval_mask(*_with_text(grid, token, begin, end), BLOCK, grid.tokens)
+
+
+@lru_cache(maxsize=8)
+def orders(grid: VideoGrid) -> TokenOrders:
+    """The orders of spatial and temporal heads: raster, and temporal-major."""
+    return TokenOrders(np.stack([np.arange(grid.tokens), grid.temporal_order()]))
+
+
+class Samples(NamedTuple):
+    """The query rows by which heads are routed, the same for all heads.
+
+    Attributes:
+        tokens: (n,) int32, ascending.
+        places: (n,) int32, ``tokens[places]`` is in the order of places in the frame.
+        mask: (n, tokens) of three heads: dense and spatial for ``tokens``, temporal for
+            ``tokens[places]``.
+    """
+
+    tokens: NDArray[np.int32]
+    places: NDArray[np.int32]
+    mask: BlockMask
+
+
+@lru_cache(maxsize=8)
+def samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samples:
+    """Draw query rows, without replacement.
+
+    Args:
+        grid: the grid of the tokens.
+        reach: the windows of the patterns.
+        fraction: of the video's tokens; at least one tile of rows is drawn, if there is one.
+        seed: draws other rows.
+
+    Raises:
+        ValueError: ``fraction`` is not above 0 and up to 1, or a window beyond the grid.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            wrong("sample", "a fraction above 0, up to 1", fraction, "pass 0.01 for 1%")
+        )
+    _check_reach("frames", reach.frames, grid.t)
+    _check_reach("places", reach.places, grid.frame_tokens)
+    whole = max(1, round(fraction * grid.video_tokens / BLOCK[0])) * BLOCK[0]
+    rng = np.random.default_rng(seed)
+    drawn = rng.choice(grid.video_tokens, min(whole, grid.video_tokens), replace=False)
+    token = np.sort(drawn)
+    places = np.argsort(token % grid.frame_tokens, kind="stable")
+    everything = np.zeros((len(token), 1), np.int64)
+    patterns = [
+        (everything, everything + grid.tokens),
+        _spatial(grid, token, reach.frames),
+        _temporal(grid, token[places], reach.places),
+    ]
+    widest = max(begin.shape[1] for begin, _ in patterns)
+    begin, end = (
+        np.stack([np.pad(side[i], ((0, 0), (0, widest - side[i].shape[1]))) for side in patterns])
+        for i in (0, 1)
+    )
+    tokens = (grid.video_start + token).astype(np.int32)
+    return Samples(tokens, places.astype(np.int32), interval_mask(begin, end, BLOCK, grid.tokens))
+
+
+def route(
+    q: Any,
+    k: Any,
+    v: Any,
+    grid: VideoGrid,
+    *,
+    reach: Windows | None = None,
+    keep: float = 0.3,
+    sample: float = 0.01,
+    seed: int = 0,
+    sm_scale: float | None = None,
+) -> Any:
+    """The route of each head; on a GPU nothing waits for it.
+
+    Args:
+        q: (batch, heads, tokens, d) in raster order, NumPy or CuPy; on a GPU float16 or bfloat16.
+        k: likewise.
+        v: likewise.
+        grid: the grid of the tokens.
+        reach: the windows of the patterns; None takes the widest that ``keep`` allows.
+        keep: kept fraction of the patterns.
+        sample: fraction of the video's query rows that are drawn.
+        seed: draws other rows.
+        sm_scale: as in :func:`tessera_cupy.block_sparse_attention`.
+
+    Returns:
+        (batch, heads) int32, NumPy or CuPy as q: :data:`SPATIAL` or :data:`TEMPORAL`. A head for
+        which both patterns are as close is spatial.
+
+    Raises:
+        TypeError, ValueError: as :func:`select`.
+    """
+    xp = checked_inputs(q, k, grid)
+    _check_values(q, v)
+    drawn = samples(grid, reach or windows(grid, keep), sample, seed)
+    rows = np.concatenate([drawn.tokens, drawn.tokens, drawn.tokens[drawn.places]])
+    if xp is not np:
+        rows = _on_gpu(rows.tobytes(), q.device.id)
+    routes = [_route_one(q[b], k[b], v[b], rows, drawn, sm_scale) for b in range(len(q))]
+    return xp.stack(routes)
+
+
+def _route_one(q: Any, k: Any, v: Any, rows: Any, drawn: Samples, sm_scale: float | None) -> Any:
+    """The routes of a batch entry: (heads, tokens, d) arrays, and the rows of all patterns."""
+    heads, _, d = q.shape
+    on_host = isinstance(q, np.ndarray)
+    # As bits, which CuPy can gather of every dtype.
+    taken = q[:, rows] if on_host else q.view(np.uint16)[:, rows].view(q.dtype)
+    taken = taken.reshape(heads, 3, len(drawn.tokens), d)
+    o = block_sparse_attention(taken, k[:, None], v[:, None], drawn.mask, sm_scale=sm_scale)
+    if not on_host:
+        from tessera_cupy import gpus
+
+        places = _on_gpu(drawn.places.tobytes(), q.device.id)
+        return choose_routes(o, places, gpus.arch_of(q.device.id).name)[0]
+    o = o.astype(np.float32)
+    dense = o[:, 0]
+    errors = [
+        ((o[:, 1] - dense) ** 2).sum(axis=(1, 2)),
+        ((o[:, 2] - dense[:, drawn.places]) ** 2).sum(axis=(1, 2)),
+    ]
+    return (errors[TEMPORAL] < errors[SPATIAL]).astype(np.int32)
+
+
+def select(
+    q: Any,
+    k: Any,
+    grid: VideoGrid,
+    *,
+    v: Any,
+    keep: float = 0.3,
+    sample: float = 0.01,
+    seed: int = 0,
+) -> Selection:
+    """Route the heads, and give each the mask and the order of its route.
+
+    The mask is made on the host, which waits for the routes;
+    :func:`tessera_cupy.sparsifiers.svg_attention.svg_attention` does neither.
+
+    Args:
+        q: (batch, heads, tokens, d) queries in raster order, NumPy or CuPy.
+        k: likewise.
+        grid: the grid of the tokens.
+        v: the values, by whose attention heads are routed.
+        keep: kept fraction of the patterns; 0.25 to 0.30 were published.
+        sample: fraction of the video's query rows that are drawn.
+        seed: draws other rows.
+
+    Returns:
+        A selection with notes ``"routes"``, (batch, heads) int32, and ``"windows"``.
+
+    Raises:
+        TypeError: arrays of other kinds, or a grid that is none.
+        ValueError: shapes that do not fit, NaN in NumPy arrays, fractions that are none.
+
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 2, 480, 16), np.float32)
+    >>> chosen = select(q, k, VideoGrid(6, 8, 10), v=v)
+    >>> chosen.notes["windows"]
+    Windows(frames=0, places=6)
+    """
+    checked_inputs(q, k, grid)
+    reach = windows(grid, keep)
+    routes = route(q, k, v, grid, reach=reach, sample=sample, seed=seed)
+    routes = routes if isinstance(routes, np.ndarray) else routes.get()
+    return selection_of(grid, reach, routes)
+
+
+def selection_of(grid: VideoGrid, reach: Windows, routes: NDArray[np.int32]) -> Selection:
+    """The masks and orders of heads whose routes the host knows, (batch, heads)."""
+    masks = (spatial_mask(grid, reach.frames), temporal_mask(grid, reach.places))
+    notes = {"routes": routes, "windows": reach}
+    return Selection(_of_routes(masks, routes), orders(grid).choosing(routes), notes)
+
+
+def _of_routes(masks: tuple[BlockMask, BlockMask], routes: NDArray[np.int32]) -> BlockMask:
+    """The mask in which each head has that of its route."""
+    first = masks[0]
+    pair = [
+        first.partial,
+        np.where(masks[1].partial < 0, -1, masks[1].partial + len(first.token_bits)),
+    ]
+    taken = routes.ravel()
+    counts = [np.diff(mask.indptr) for mask in masks]
+    batch, heads = routes.shape
+    bits = np.concatenate([mask.token_bits for mask in masks])
+    return BlockMask.from_csr(
+        np.concatenate([[0], np.cumsum(np.concatenate([counts[i] for i in taken]))]),
+        np.concatenate([masks[i].indices for i in taken]),
+        first.num_blocks,
+        first.block_size,
+        first.shape,
+        batch=batch,
+        heads=heads,
+        partial=np.concatenate([pair[i] for i in taken]) if len(bits) else None,
+        token_bits=bits if len(bits) else None,
+    )
+
+
+def _spatial(grid: VideoGrid, token: _Int, frames: int) -> tuple[_Int, _Int]:
+    """Key intervals of video tokens, numbered within the video, in raster order."""
+    frame, size, start = token // grid.frame_tokens, grid.frame_tokens, grid.video_start
+    begin = np.stack([np.zeros_like(frame), np.maximum(frame - frames, 0)], axis=1)
+    end = np.stack([np.ones_like(frame), np.minimum(frame + frames + 1, grid.t)], axis=1)
+    return _with_text(grid, token, start + begin * size, start + end * size)
+
+
+def _temporal(grid: VideoGrid, token: _Int, places: int) -> tuple[_Int, _Int]:
+    """The same of a temporal head: the sink, and a run of places in every further frame."""
+    place, size = token % grid.frame_tokens, grid.frame_tokens
+    frame = np.arange(1, grid.t)
+    begin = frame * size + np.maximum(place - places, 0)[:, None]
+    end = frame * size + np.minimum(place + places + 1, size)[:, None]
+    sink = np.zeros((len(token), 1), np.int64)
+    begin = grid.video_start + np.concatenate([sink, begin], axis=1)
+    end = grid.video_start + np.concatenate([sink + size, end], axis=1)
+    return _with_text(grid, token, begin, end)
+
+
+def _with_text(grid: VideoGrid, token: _Int, begin: _Int, end: _Int) -> tuple[_Int, _Int]:
+    """Text is kept by all and keeps all; tokens outside of the video are text."""
+    if not grid.text_tokens:
+        return begin, end
+    first = 0 if grid.text_first else grid.video_tokens
+    text = np.full((len(token), 1), first)
+    begin = np.concatenate([begin, text], axis=1)
+    end = np.concatenate([end, text + grid.text_tokens], axis=1)
+    own = (token < 0) | (token >= grid.video_tokens)
+    begin[own], end[own] = 0, grid.tokens
+    return begin, end
+
+
+def _check_reach(name: str, reach: int, count: int) -> None:
+    if not 0 <= reach < count:
+        raise ValueError(
+            wrong(name, f"a reach from 0 to {count - 1}", reach, "pass one within the grid")
+        )
+
+
+def _check_values(q: Any, v: Any) -> None:
+    if type(v) is not type(q) or v.shape != q.shape or v.dtype != q.dtype:
+        got = f"{type(v).__name__}, shape {getattr(v, 'shape', None)}"
+        raise ValueError(
+            wrong("v", f"an array like q, shape {q.shape}", got, "repeat grouped heads first")
+        )
+
+
+@lru_cache(maxsize=16)
+def _on_gpu(indices: bytes, device: int) -> Any:
+    """A copy to keep of int32 indices; waited for, as later calls may come on other streams."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        copy = cupy.asarray(np.frombuffer(indices, np.int32))
+        cupy.cuda.get_current_stream().synchronize()
+    return copy

@@ -1,0 +1,201 @@
+"""Sparse VideoGen in one call: heads routed, temporal ones in their order, attention, and back.
+
+On a GPU the host never waits: routes are chosen, tokens of temporal heads moved, and the tasks of
+either mask listed for the heads that took it, by kernels that read the routes where they were
+written. Each head's attention is exactly that of its mask.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tessera_cupy import gpus, interop
+from tessera_cupy.attention import block_sparse_attention
+from tessera_cupy.errors import wrong
+from tessera_cupy.masks import BlockMask
+from tessera_cupy.permute import move_chosen
+from tessera_cupy.routed import RoutedPlan
+from tessera_cupy.sparsifiers import svg
+from tessera_cupy.sparsifiers.selection import checked_inputs
+from tessera_cupy.video import VideoGrid
+
+#: Denoising steps that stay dense, of 50: the published share of the first steps is a fifth.
+WARM_UP_STEPS = 10
+
+
+def svg_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    grid: VideoGrid,
+    *,
+    keep: float = 0.3,
+    sample: float = 0.01,
+    seed: int = 0,
+    routes: Any = None,
+    step: int | None = None,
+    warm_up_steps: int = WARM_UP_STEPS,
+    sm_scale: float | None = None,
+    stream: Any = None,
+) -> Any:
+    """Attention under Sparse VideoGen's masks, in raster order in and out.
+
+    Args:
+        q: (batch, heads, tokens, d) in raster order: NumPy, CuPy, torch, JAX, or any array with
+            DLPack; on a GPU float16 or bfloat16.
+        k: likewise, with as many heads.
+        v: likewise.
+        grid: the grid of the tokens, text included.
+        keep: kept fraction of the masks; 0.25 to 0.30 were published.
+        sample: fraction of the video's query rows by which heads are routed.
+        seed: draws other rows.
+        routes: (batch, heads) int32 of :func:`tessera_cupy.sparsifiers.svg.route`, to use again;
+            None routes the heads anew. On a GPU CuPy's, or any with DLPack.
+        step: the denoising step, from 0; the first ``warm_up_steps`` are dense. None is no such
+            step.
+        warm_up_steps: dense steps.
+        sm_scale: factor on the scores; None means ``1 / sqrt(d)``.
+        stream: stream to run on; None means the current one of q's framework.
+
+    Returns:
+        An array like q. On a GPU temporal heads need room for q, k and v once more.
+
+    Raises:
+        TypeError: arrays of other kinds or dtypes, or a grid that is none.
+        ValueError: shapes or devices that do not fit, fractions that are none; a first call within
+            a capture.
+        NoGpuError, UnsupportedGpuError, KernelMissingError, KernelCompileError: see
+            :mod:`tessera_cupy.errors`.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> q, k, v = rng.standard_normal((3, 1, 2, 480, 16), np.float32)
+        >>> svg_attention(q, k, v, VideoGrid(6, 8, 10)).shape
+        (1, 2, 480, 16)
+    """
+    if step is not None and step < 0:
+        raise ValueError(wrong("step", "a number from 0", step, "count the denoising steps"))
+    if step is not None and step < warm_up_steps:
+        dense = _dense(grid.tokens)
+        return block_sparse_attention(q, k, v, dense, sm_scale=sm_scale, stream=stream)
+    rule = _Rule(grid, svg.windows(grid, keep), sample, seed, sm_scale)
+    if interop.on_host(q):
+        host = [interop.host_array(x) for x in (q, k, v)]
+        result = _on_host(_Inputs(*host), rule, routes)
+        return interop.host_result(result, q, interop.dtype_name(q))
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        interop.check_no_gradient(name, array)
+    device = interop.device_of(q, "q")
+    cupy = interop.import_cupy()
+    with interop.on_stream(stream, (q, k, v), device):
+        inputs = _Inputs(*(_of_cupy(x, cupy) for x in (q, k, v)))
+        checked_inputs(inputs.q, inputs.k, grid)
+        out = interop.empty(q, tuple(q.shape), interop.dtype_name(q))
+        _on_gpu(inputs, _of_cupy(out, cupy), rule, routes)
+        return interop.returned(out, q)
+
+
+class _Inputs(NamedTuple):
+    """NumPy or CuPy arrays, checked."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class _Rule(NamedTuple):
+    """What decides routes and masks."""
+
+    grid: VideoGrid
+    reach: svg.Windows
+    sample: float
+    seed: int
+    sm_scale: float | None
+
+    def route(self, inputs: _Inputs) -> Any:
+        return svg.route(
+            *inputs,
+            self.grid,
+            reach=self.reach,
+            sample=self.sample,
+            seed=self.seed,
+            sm_scale=self.sm_scale,
+        )
+
+
+def _of_cupy(array: Any, cupy: Any) -> Any:
+    return array if interop.framework(array) == "cupy" else cupy.from_dlpack(array)
+
+
+def _on_host(inputs: _Inputs, rule: _Rule, routes: Any) -> Any:
+    """The same by a mask of all heads and the NumPy executor."""
+    checked_inputs(inputs.q, inputs.k, rule.grid)
+    routes = rule.route(inputs) if routes is None else np.asarray(routes)
+    _check_routes(routes, inputs.q, "NumPy")
+    chosen = svg.selection_of(rule.grid, rule.reach, routes)
+    q, k, v = (chosen.permute(x) for x in inputs)
+    return chosen.restore(block_sparse_attention(q, k, v, chosen.mask, sm_scale=rule.sm_scale))
+
+
+def _on_gpu(inputs: _Inputs, out: Any, rule: _Rule, routes: Any) -> None:
+    """Write ``out``, on the current stream."""
+    import cupy
+
+    if routes is None:
+        routes = rule.route(inputs)
+    else:
+        routes = cupy.ascontiguousarray(_of_cupy(routes, cupy))
+    _check_routes(routes, inputs.q, "CuPy")
+    chosen = svg.orders(rule.grid).choosing(routes)
+    spatial, temporal = _plans(rule, inputs)
+    # Only temporal heads of these are ever written or read; q's place then takes their output.
+    moved = _Inputs(*(cupy.empty(x.shape, x.dtype) for x in inputs))
+    scale = rule.sm_scale
+    move_chosen(inputs, moved, chosen, only=svg.TEMPORAL)
+    spatial.run(*inputs, out, chosen=routes, taken=svg.SPATIAL, sm_scale=scale)
+    temporal.run(*moved, moved.q, chosen=routes, taken=svg.TEMPORAL, sm_scale=scale)
+    move_chosen((moved.q,), (out,), chosen, only=svg.TEMPORAL, inverse=True)
+
+
+def _check_routes(routes: Any, q: Any, library: str) -> None:
+    if tuple(routes.shape) != q.shape[:2] or routes.dtype != np.int32:
+        raise ValueError(
+            wrong(
+                "routes",
+                f"int32 of shape {tuple(q.shape[:2])}, one for each head",
+                f"{routes.dtype} of shape {tuple(routes.shape)}",
+                f"pass what svg.route gave, as an array of {library}",
+            )
+        )
+
+
+@lru_cache(maxsize=8)
+def _dense(tokens: int) -> BlockMask:
+    """The mask that keeps everything."""
+    blocks = -(-tokens // 128)
+    return BlockMask.from_dense(np.ones((blocks, blocks), bool), (128, 128), (tokens, tokens))
+
+
+_MOST_PLANS = 16
+_made: OrderedDict[Any, tuple[RoutedPlan, RoutedPlan]] = OrderedDict()
+_making = threading.Lock()
+
+
+def _plans(rule: _Rule, inputs: _Inputs) -> tuple[RoutedPlan, RoutedPlan]:
+    """The plans of spatial and of temporal heads, made once for arrays of a shape."""
+    q, grid, reach = inputs.q, rule.grid, rule.reach
+    key = (grid, reach, q.shape, q.dtype.name, gpus.arch_of(q.device.id).name)
+    with _making:
+        if key not in _made:
+            masks = svg.spatial_mask(grid, reach.frames), svg.temporal_mask(grid, reach.places)
+            spatial, temporal = (RoutedPlan(mask, *inputs) for mask in masks)
+            while len(_made) >= _MOST_PLANS:
+                _made.popitem(last=False)
+            _made[key] = spatial, temporal
+        _made.move_to_end(key)
+        return _made[key]
