@@ -4,7 +4,7 @@
 //   order  = orders[choice[plane]], or each of the orders in turn, or raster
 //   rows   x[plane, order[i]] for the i of the block; with `normalise` divided by their lengths
 //   mean      (planes, blocks, d)           high, low: likewise
-//   extremes  (planes, blocks, 2, d)        high and low in the elements' own type, which holds them
+//   extremes  (planes, blocks, 2, d)        high and low in the elements' own, exact type
 //   alike     (planes, candidates, blocks)  |mean|^2, which of unit vectors is the mean cosine
 //             similarity of all pairs
 //

@@ -88,7 +88,7 @@ def test_all_families_of_a_head_are_masks_over_one_order(monkeypatch: pytest.Mon
 
     def spy(q: np.ndarray, k: np.ndarray, grid: VideoGrid, **options: object) -> object:
         chosen = select(q, k, grid, **options)  # type: ignore[arg-type]
-        asked.append((options.get("block_size"), chosen.tiles))
+        asked.append((options.get("block_size"), corpus.spade.tiles_of(chosen)))
         return chosen
 
     monkeypatch.setattr(corpus.spade, "select", spy)
