@@ -318,7 +318,7 @@ def _pool(
         "blocks": count,
         "candidates": candidates,
         "normalise": normalise,
-        "vectors": not (x.data.ptr // size | head_dim | strides[0] | strides[1] | strides[2]) % 4
+        "vectors": not (head_dim | strides[0] | strides[1] | strides[2]) % 4
         and x.data.ptr % (4 * size) == 0,
     }
     if isinstance(blocks, int):
