@@ -102,12 +102,6 @@ __device__ __forceinline__ T read(u64 address) {
   return __ldg(reinterpret_cast<const T*>(address));
 }
 
-// Element of an array of i64 or i32.
-__device__ __forceinline__ i64 integer(const void* array, i64 index, i32 wide) {
-  return wide ? __ldg(static_cast<const i64*>(array) + index)
-              : __ldg(static_cast<const i32*>(array) + index);
-}
-
 // The last `columns` bits of a word are off: all where there are 32 or more, none where there are
 // less than 1.
 __device__ __forceinline__ u32 without_last(int columns) {

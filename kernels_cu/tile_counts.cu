@@ -7,19 +7,23 @@
 
 namespace tessera {
 
+template <bool kRagged>
 __device__ __forceinline__ void tile_counts(const TilesParams& p) {
   const int lane = threadIdx.x & 31;
   const int tile = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
   if (tile >= p.tiles) return;
-  const TileRows rows = tile_rows(p, tile);
+  const TileRows rows = tile_rows<kRagged>(p, tile);
   const u32* bitmap = bitmap_rows(p, rows);
   const int most = fragments_of(p, p.kv_block);
-  const int missing = most - fragments_of(p, p.skv - (p.nk - 1) * p.kv_block);
+  const bool ragged = kRagged && p.kv_starts != nullptr;
+  const int missing = ragged ? 0 : most - fragments_of(p, p.skv - (p.nk - 1) * p.kv_block);
+  const i32* starts = ragged ? kv_starts_of(p, rows.head) : nullptr;
   Classes count{};
   for (int index = lane; index < p.words; index += 32) {
-    const ClassWords words = class_words(p, rows, bitmap, index);
+    const ClassWords words = class_words<kRagged>(p, rows, bitmap, index);
     const bool last = index == p.words - 1;
     auto fragments = [&](u32 word) {
+      if (ragged) return ragged_fragments(p, starts + 32 * index, word);
       const bool tail = last && (word >> ((p.nk - 1) & 31) & 1) != 0;
       return __popc(word) * most - (tail ? missing : 0);
     };
@@ -44,8 +48,8 @@ __device__ __forceinline__ void tile_counts(const TilesParams& p) {
 
 // The one entry of a specialisation. One CTA a multiprocessor is named so that ptxas does not aim
 // at more by spilling.
-#define TESSERA_TILE_COUNTS(WARPS)                                       \
+#define TESSERA_TILE_COUNTS(WARPS, RAGGED)                               \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)            \
       tile_counts(const __grid_constant__ tessera::TilesParams params) { \
-    tessera::tile_counts(params);                                        \
+    tessera::tile_counts<RAGGED>(params);                                \
   }

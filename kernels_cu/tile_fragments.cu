@@ -9,6 +9,7 @@
 
 namespace tessera {
 
+template <bool kRagged>
 __device__ __forceinline__ void write_task(const TilesParams& p, int i) {
   if (i >= p.counts[kTasks]) return;
   const Turn turn = p.turns[i];
@@ -17,7 +18,7 @@ __device__ __forceinline__ void write_task(const TilesParams& p, int i) {
   Task task;
   task.frag_count = p.tile_frags[of.tile];
   task.frag_begin = p.frag_offsets[of.tile];
-  const TileRows rows = tile_rows(p, of.tile);
+  const TileRows rows = tile_rows<kRagged>(p, of.tile);
   task.head = of.head;
   task.begin = 0;
   task.end = steps;
@@ -62,9 +63,10 @@ __device__ __forceinline__ void append_bits(u16* list, u32 word, int base) {
 }
 
 // A lane takes a word of the bitmap, and a warp the entries of its 32 words class by class.
+template <bool kRagged>
 __device__ __forceinline__ void write_list(const TilesParams& p, int tile, u16* entries) {
   const int lane = threadIdx.x & 31;
-  const TileRows rows = tile_rows(p, tile);
+  const TileRows rows = tile_rows<kRagged>(p, tile);
   const u32* bitmap = bitmap_rows(p, rows);
   const Classes counted = p.classes[tile];
   const i64 begin = p.frag_offsets[tile];
@@ -76,21 +78,69 @@ __device__ __forceinline__ void write_list(const TilesParams& p, int tile, u16* 
                           p.per_step, p.by_per_step};
   const int most = fragments_of(p, p.kv_block);
   // Where no block lies in both halves and each half has one, a class says who its members are.
-  const bool halves = p.share && rows.blocks == 2 && 2 * p.q_block == p.tile_rows;
+  const bool halves = p.share && rows.blocks == 2 && 2 * p.q_block == p.tile_rows &&
+                      !(kRagged && p.q_starts != nullptr);
   const bool known = halves || rows.blocks == 1;
-  const u32 of_block = block_members(p, rows, 0);
-  const u32 of_next = halves ? block_members(p, rows, 1) : 0;
+  const u32 of_block = block_members<kRagged>(p, rows, 0);
+  const u32 of_next = halves ? block_members<kRagged>(p, rows, 1) : 0;
 
   Layout list{};
-  // Entries of the classes so far.
+  // The members of a class that says who they are, and those of a block column of another one.
+  auto members_of_class = [&](bool of_half, bool of_second) {
+    return !halves ? of_block : of_second ? of_next : of_half ? of_block : of_block | of_next;
+  };
+  auto members_of = [&](int word_index, int bit) {
+    u32 members = 0;
+    each_block(p, rows, bitmap + word_index, [&](int s, u32 word) {
+      if (word >> bit & 1) members |= block_members<kRagged>(p, rows, s);
+    });
+    return members;
+  };
+  // Where fragment i of a class goes. The first `kept` fragments of a half stay in its steps; the
+  // others, and both's, follow each other from `moved` on.
+  auto place_of = [&](bool of_half, bool of_second, int i) {
+    const int kept = of_second ? list.second : of_half ? list.first : 0;
+    const int moved = of_second ? list.both + list.of_first : of_half ? list.both : 0;
+    const int other = of_second ? list.first_steps : list.second_steps;
+    return i < kept ? writer.alone(list.both_steps, i, other, of_second) : moved + i - kept;
+  };
+  // Entries of the classes so far; of ragged blocks, fragments.
   int both = 0;
   int first = 0;
   int second = 0;
 #pragma unroll 1
   for (int base = 0; base < p.words; base += 32) {
-    const ClassWords words = class_words(p, rows, bitmap, base + lane);
+    const ClassWords words = class_words<kRagged>(p, rows, bitmap, base + lane);
     // Only here, so that the first words do not wait for the counts.
     if (base == 0) list = lay_out(p, counted);
+    if (kRagged && p.kv_starts != nullptr) {
+      // A lane writes the fragments of its own word's blocks, which differ in number.
+      const i32* starts = kv_starts_of(p, rows.head) + 32 * (base + lane);
+#pragma unroll 1
+      for (int of = 0; of < 3; ++of) {
+        u32 word = of == 0 ? words.both : of == 1 ? words.first : words.second;
+        const int fragments = ragged_fragments(p, starts, word);
+        const int upto = warp_scan(fragments);
+        int i = (of == 0 ? both : of == 1 ? first : second) + upto - fragments;
+#pragma unroll 1
+        for (; word != 0; word &= word - 1) {
+          const int block = __ffs(word) - 1;
+          const u32 members =
+              known ? members_of_class(of != 0, of == 2) : members_of(base + lane, block);
+          const int end = starts[block + 1];
+#pragma unroll 1
+          for (int start = starts[block]; start < end; start += p.slot) {
+            const u32 length = min(p.slot, end - start);
+            writer.put(place_of(of != 0, of == 2, i++), start, length << 24 | members);
+          }
+        }
+        const int total = __shfl_sync(kAllLanes, upto, 31);
+        both += of == 0 ? total : 0;
+        first += of == 1 ? total : 0;
+        second += of == 2 ? total : 0;
+      }
+      continue;
+    }
     const int counts = __popc(words.both) | __popc(words.first) << 16;
     const int upto = warp_scan(counts);
     const int second_upto = warp_scan(__popc(words.second));
@@ -109,30 +159,14 @@ __device__ __forceinline__ void write_list(const TilesParams& p, int tile, u16* 
       const int entry = entries[k];
       const bool of_second = k >= halves_begin;
       const bool of_half = k >= both_here;
-      u32 members = 0;
-      if (known) {
-        members = !halves     ? of_block
-                  : of_second ? of_next
-                  : of_half   ? of_block
-                              : of_block | of_next;
-      } else {
-        each_block(p, rows, bitmap + base + (entry >> 5), [&](int s, u32 word) {
-          if (word >> (entry & 31) & 1) members |= block_members(p, rows, s);
-        });
-      }
+      const u32 members = known ? members_of_class(of_half, of_second)
+                                : members_of(base + (entry >> 5), entry & 31);
       const int rank = k + (of_second ? second - halves_begin : of_half ? first - both_here : both);
-      // The first `kept` fragments of a half stay in its steps; the others, and both's, follow
-      // each other from `moved` on.
-      const int kept = of_second ? list.second : of_half ? list.first : 0;
-      const int moved = of_second ? list.both + list.of_first : of_half ? list.both : 0;
-      const int other = of_second ? list.first_steps : list.second_steps;
       const int start = (base * 32 + entry) * p.kv_block;
       const int width = min(p.kv_block, p.skv - start);
 #pragma unroll 1
       for (int j = 0; j * p.slot < width; ++j) {
-        const int i = rank * most + j;
-        const int place =
-            i < kept ? writer.alone(list.both_steps, i, other, of_second) : moved + i - kept;
+        const int place = place_of(of_half, of_second, rank * most + j);
         const u32 length = min(p.slot, width - j * p.slot);
         writer.put(place, start + j * p.slot, length << 24 | members);
       }
@@ -153,27 +187,28 @@ __device__ __forceinline__ void write_list(const TilesParams& p, int tile, u16* 
   pad_half(list.second, list.second_steps, list.first_steps, 1);
 }
 
-template <int kWarps>
+template <bool kRagged, int kWarps>
 __device__ __forceinline__ void tile_fragments(const TilesParams& p) {
   extern __shared__ __align__(1024) u8 dynamic_smem[];
   constexpr int kEntries = 32 * 32;
   const int task_ctas = ceil_div(p.task_capacity, kWarps * 32);
   const int block = blockIdx.x;
   if (block < task_ctas) {
-    write_task(p, block * kWarps * 32 + threadIdx.x);
+    write_task<kRagged>(p, block * kWarps * 32 + threadIdx.x);
     return;
   }
   const int warp = threadIdx.x >> 5;
   const int tile = (block - task_ctas) * kWarps + warp;
-  if (tile < p.tiles) write_list(p, tile, reinterpret_cast<u16*>(dynamic_smem) + warp * kEntries);
+  if (tile < p.tiles)
+    write_list<kRagged>(p, tile, reinterpret_cast<u16*>(dynamic_smem) + warp * kEntries);
 }
 
 }  // namespace tessera
 
 // The one entry of a specialisation. One CTA a multiprocessor is named so that ptxas does not aim
 // at more by spilling.
-#define TESSERA_TILE_FRAGMENTS(WARPS)                                       \
+#define TESSERA_TILE_FRAGMENTS(WARPS, RAGGED)                               \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)               \
       tile_fragments(const __grid_constant__ tessera::TilesParams params) { \
-    tessera::tile_fragments<WARPS>(params);                                 \
+    tessera::tile_fragments<RAGGED, WARPS>(params);                         \
   }

@@ -154,9 +154,13 @@ __device__ __forceinline__ int bucket_of(const u8 (&table)[kTabled], int steps) 
   return bucket;
 }
 
+// In place of the parts of a pair: its tile has no rows, and it no task.
+inline constexpr int kNoTask = -0x7fffffff - 1;
+
 // A warp visits the tasks of pairs [begin, end) in order, 32 at a time, all lanes together:
-// visit(on, turn, key). parts_or_key(pair) is the number of parts of a pair that is cut, or ~key.
-template <typename PartsOrKey, typename Visit>
+// visit(on, turn, key). parts_or_key(pair) is the number of parts of a pair that is cut, or ~key,
+// or kNoTask.
+template <bool kRagged, typename PartsOrKey, typename Visit>
 __device__ __forceinline__ void each_task(const TilesParams& p, const u8 (&table)[kTabled],
                                           int begin, int end, PartsOrKey parts_or_key,
                                           Visit visit) {
@@ -165,8 +169,8 @@ __device__ __forceinline__ void each_task(const TilesParams& p, const u8 (&table
   for (int base = begin; base < end; base += 32) {
     const bool on = base + lane < end;
     const int value = on ? parts_or_key(base + lane) : ~0;
-    const bool cut = __any_sync(kAllLanes, value > 0);
-    const int tasks = value > 0 ? value : on;
+    const bool cut = __any_sync(kAllLanes, value > 0 || (kRagged && value == kNoTask));
+    const int tasks = value > 0 ? value : on && !(kRagged && value == kNoTask);
     const int upto = cut ? warp_scan(tasks) : lane + 1;
     const int total = cut ? __shfl_sync(kAllLanes, upto, 31) : min(32, end - base);
 #pragma unroll 1
@@ -197,7 +201,7 @@ __device__ __forceinline__ void each_task(const TilesParams& p, const u8 (&table
 
 // Writes the turns in launch order, and to pair_slots the parts of pairs that are cut; of others,
 // what is not above 0. Returns the number of turns.
-template <int kWarps>
+template <bool kRagged, int kWarps>
 __device__ __forceinline__ int order_turns(const TilesParams& p, TileScanStorage<kWarps>& shared,
                                            int limit) {
   static_assert(kWarps == 32, "one lane for each warp's tasks");
@@ -234,10 +238,15 @@ __device__ __forceinline__ int order_turns(const TilesParams& p, TileScanStorage
     // Counted first, then placed, by the same code: it is met for the first time only once.
 #pragma unroll 1
     for (int placing = 0; placing < 2; ++placing) {
-      each_task(
+      each_task<kRagged>(
           p, shared.bucket_of, begin, end,
           [&](int pair) {
             const int steps = pair_steps(p, pair);
+            if (kRagged && p.q_starts != nullptr &&
+                p.tile_q[2 * head_tile(p, pair).tile + 1] == 0) {
+              if (placing == 0) p.pair_slots[pair] = kNoTask;
+              return kNoTask;
+            }
             // Tiles up to half above the limit stay whole.
             const bool cut = 2 * steps > 3 * limit;
             const int value = cut ? ceil_div(steps, limit) : ~bucket_of(shared.bucket_of, steps);
@@ -445,7 +454,7 @@ __device__ __forceinline__ i64 place_slots(const TilesParams& p, TileScanStorage
   return sums.all;
 }
 
-template <int kWarps>
+template <bool kRagged, int kWarps>
 __device__ __forceinline__ void tile_scan(const TilesParams& p) {
   extern __shared__ __align__(1024) u8 dynamic_smem[];
   TileScanStorage<kWarps>& shared = *reinterpret_cast<TileScanStorage<kWarps>*>(dynamic_smem);
@@ -474,8 +483,19 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
     shared.sums[thread >> 5] = frags;
     shared.steps[thread >> 5] = steps;
   }
+  if (kRagged && p.q_starts != nullptr) {
+    int with_rows = 0;
+#pragma unroll 1
+    for (int i = part.begin + lane; i < part.end; i += 32) with_rows += p.tile_q[2 * i + 1] > 0;
+    with_rows = __reduce_add_sync(kAllLanes, with_rows);
+    if (lane == 0) shared.tasks[thread >> 5] = with_rows;
+  }
   __syncthreads();
   const Sums sums = sums_of(shared.sums);
+  int pairs = p.pairs;  // that have a task
+  if (kRagged && p.q_starts != nullptr) {
+    pairs = __reduce_add_sync(kAllLanes, shared.tasks[lane]) * (p.pairs / max(1, p.tiles));
+  }
   scan_part(
       part, sums.before, [&](int index) { return four(p.tile_frags, index, part.end); },
       [&](int tile, i64 before, i32) { p.frag_offsets[tile] = before; });
@@ -493,9 +513,9 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
     const u64 fair =
         of_part >> 31 == 0 ? static_cast<int>(of_part) / p.by_capacity : rounded / share;
     const int limit = max(p.part_steps, static_cast<int>(fair));
-    turns = order_turns<kWarps>(p, shared, limit);
+    turns = order_turns<kRagged>(p, shared, limit);
     fits = turns <= p.task_capacity;
-    if (fits && p.pairs > p.capacity) {
+    if (fits && pairs > p.capacity) {
       turns = cut_last_round<kWarps>(p, shared, turns);
       fits = turns <= p.task_capacity;
     }
@@ -522,8 +542,8 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
 }  // namespace tessera
 
 // The one entry of a specialisation.
-#define TESSERA_TILE_SCAN(WARPS)                                       \
+#define TESSERA_TILE_SCAN(WARPS, RAGGED)                               \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)          \
       tile_scan(const __grid_constant__ tessera::TilesParams params) { \
-    tessera::tile_scan<WARPS>(params);                                 \
+    tessera::tile_scan<RAGGED, WARPS>(params);                         \
   }

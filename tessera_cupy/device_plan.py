@@ -19,8 +19,8 @@ def tile_build(
 ) -> TileBuild | None:
     """The sizes of a plan that the GPU makes, or None where the host makes it.
 
-    The GPU does where the mask is over arrays in its memory (uniform blocks without token bits),
-    the plan packs KV, retains, splits, merges or shares Q, and is organized by longest and split.
+    The GPU does where the mask is over arrays in its memory (so without token bits), the plan packs
+    KV, retains, splits, merges or shares Q, and is organized by longest and split.
 
     Args:
         mask: the mask; none of its contents is read.
@@ -36,7 +36,9 @@ def tile_build(
         return None
     if spec.organization != _ORGANIZATION or not source.layout.rows or not source.num_blocks[1]:
         return None
-    key = (request, spec, mask.block_size, mask.batch, mask.heads, model)
+    if min(mask.shape) == 0:
+        return None
+    key = (request, spec, mask.block_size, source.layout.ragged, mask.batch, mask.heads, model)
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
@@ -53,11 +55,15 @@ def _sizes(
     mask: BlockMask, request: Request, spec: PlanSpec, model: DeviceModel
 ) -> TileBuild | None:
     r = request
+    ragged = [
+        blocks if own else None
+        for blocks, own in zip(mask.num_blocks, mask.ragged_sides, strict=True)
+    ]
     try:
         return TileBuild(
             spec.mapping.q,
             TileShape(spec.tile_q, spec.tile_kv, choose_slot(mask, spec.tile_kv)),
-            mask.block_size,
+            mask.max_block,
             batch=r.batch,
             q_heads=r.q_heads,
             kv_heads=r.kv_heads,
@@ -68,6 +74,7 @@ def _sizes(
             kv_bytes_per_head=4 * r.skv * r.head_dim,
             device=model,
             frag_capacity=0,
+            ragged=(ragged[0], ragged[1]),
         )
     except ValueError:
         return None  # sizes beyond the kernels' numbers

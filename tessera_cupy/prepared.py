@@ -279,7 +279,8 @@ def _pinned(
 ) -> Prepared:
     """The given plan for a mask over arrays of a GPU, chosen once for masks of one geometry."""
     # By identity, which is quicker than hashes: what is known keeps both.
-    key = (id(request), id(spec), device, mask.block_size, mask.batch, mask.heads)
+    ragged = None if mask.source is None else mask.source.layout.ragged
+    key = (id(request), id(spec), device, mask.block_size, ragged, mask.batch, mask.heads)
     known = _known.get(key)
     if known is None:
         _, config, choice = choose(mask, request, spec)

@@ -15,7 +15,27 @@ enum BuildError : u32 {
   kDuplicate = 2,   // a column twice in a row
   kCapacity = 4,    // an output that is too small
   kBadCount = 8,    // a count or an offset outside of its list
+  kBadSize = 16,    // a block's size below 0 or above the nominal one
+  kBadTotal = 32,   // sizes that do not sum to the tokens
 };
+
+// Element of an array of i64 or i32.
+__device__ __forceinline__ i64 integer(const void* array, i64 index, i32 wide) {
+  return wide ? __ldg(static_cast<const i64*>(array) + index)
+              : __ldg(static_cast<const i32*>(array) + index);
+}
+
+// Sums over the lanes up to and with the own one.
+template <typename T>
+__device__ __forceinline__ T warp_scan(T value) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const T other = __shfl_sync(kAllLanes, value, (lane - step) & 31);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
 
 // Sum over the lanes of numbers from 0 to 2^43.
 __device__ __forceinline__ i64 warp_total(i64 value) {

@@ -1,6 +1,5 @@
 // What the kernels share that take a mask's bitmap to the tiles and tasks of the attention kernels,
-// equal to what mapping/ and organization/ make of it on the host: uniform blocks, no token bits,
-// KV side pack.
+// equal to what mapping/ and organization/ make of it on the host: no token bits, KV side pack.
 //
 //   bitmap  u32 [mask heads][nq][words]: bit c % 32 of word c / 32 is block column c, 0 past nk.
 //   tile    `joined` neighbouring query blocks (merge, share), one block (retain), or one of
@@ -10,6 +9,10 @@
 //           three classes, each padded to whole steps (mapping/share.py). Elsewhere all are `both`.
 //   pair    a query head and a tile of its mask head. A task is a pair, or one of its split-K
 //           parts.
+//
+// Blocks of a ragged side begin where q_starts or kv_starts says (ragged_blocks.cu); there are as
+// many tiles as the largest blocks need, and those that have no rows have no task either. This is
+// for entries of their own (kRagged): those of uniform blocks do not even look.
 //
 // Three kernels, each launched once, with sizes that follow from the geometry alone:
 //   tile_counts     a warp a tile: fragments of each class, length and steps of the list.
@@ -56,19 +59,21 @@ __device__ __forceinline__ int operator/(int n, Divisor d) {
 
 struct TilesParams {
   const u32* bitmap;
-  Classes* classes;    // (tiles,) scratch
-  i32* tile_q;         // (tiles, 2): first row of the head, number of rows
-  i32* tile_frags;     // (tiles,) length of the list, padding included
-  i32* tile_steps;     // (tiles,)
-  i64* frag_offsets;   // (tiles + 1,)
-  Fragment* frags;     // (frag_capacity,)
-  Task* tasks;         // (task_capacity,)
-  Turn* turns;         // (task_capacity,) scratch
-  i32* pair_slots;     // (pairs,) scratch
-  i32* merge_head;     // (merge_capacity,)
-  i32* merge_tile;     // (merge_capacity,)
-  i32* merge_offsets;  // (merge_capacity + 1,)
-  i64* counts;         // (8,), as in TileCount; the rest is 0
+  const i32* q_starts;   // (mask heads, nq + 1) first row of each block, and the end; null: uniform
+  const i32* kv_starts;  // (mask heads, nk + 1), the same of columns
+  Classes* classes;      // (tiles,) scratch
+  i32* tile_q;           // (tiles, 2): first row of the head, number of rows
+  i32* tile_frags;       // (tiles,) length of the list, padding included
+  i32* tile_steps;       // (tiles,)
+  i64* frag_offsets;     // (tiles + 1,)
+  Fragment* frags;       // (frag_capacity,)
+  Task* tasks;           // (task_capacity,)
+  Turn* turns;           // (task_capacity,) scratch
+  i32* pair_slots;       // (pairs,) scratch
+  i32* merge_head;       // (merge_capacity,)
+  i32* merge_tile;       // (merge_capacity,)
+  i32* merge_offsets;    // (merge_capacity + 1,)
+  i64* counts;           // (8,), as in TileCount; the rest is 0
   i64 stamp;
   i64 frag_capacity;
   i32 task_capacity;
@@ -80,7 +85,7 @@ struct TilesParams {
   i32 words;  // of a row of the bitmap
   i32 sq;
   i32 skv;
-  i32 q_block;
+  i32 q_block;  // of a ragged side, the largest block
   i32 kv_block;
   i32 joined;     // query blocks of a tile, or 1
   i32 parts;      // tiles of a query block, or 1
@@ -107,19 +112,7 @@ struct TilesParams {
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Sums over the lanes up to and with the own one.
-template <typename T>
-__device__ __forceinline__ T warp_scan(T value) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const T other = __shfl_sync(kAllLanes, value, (lane - step) & 31);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
-
-// Which rows a tile has: of a mask head, `blocks` query blocks from `block` on.
+// Which rows a tile has: of a mask head, `blocks` query blocks from `block` on; none without rows.
 struct TileRows {
   i32 head;
   i32 block;
@@ -128,12 +121,28 @@ struct TileRows {
   i32 rows;
 };
 
+__device__ __forceinline__ const i32* q_starts_of(const TilesParams& p, int head) {
+  return p.q_starts + static_cast<i64>(head) * (p.nq + 1);
+}
+
+__device__ __forceinline__ const i32* kv_starts_of(const TilesParams& p, int head) {
+  return p.kv_starts + static_cast<i64>(head) * (p.nk + 1);
+}
+
+template <bool kRagged>
 __device__ __forceinline__ TileRows tile_rows(const TilesParams& p, int tile) {
   const int head = tile / p.by_head_tiles;
   const int index = tile - head * p.head_tiles;
   const int whole = index / p.by_parts;
   const int block = whole * p.joined;
   const int lead = (index - whole * p.parts) * p.tile_rows;
+  if (kRagged && p.q_starts != nullptr) {
+    const i32* starts = q_starts_of(p, head) + block;
+    const int blocks = min(p.joined, p.nq - block);
+    const int begin = starts[0] + lead;
+    const int rows = max(0, min(p.tile_rows, starts[blocks] - begin));
+    return {head, block, rows > 0 ? blocks : 0, begin, rows};
+  }
   const int first = block * p.q_block + lead;
   const int most = min(p.tile_rows, p.joined * p.q_block - lead);
   return {head, block, min(p.joined, p.nq - block), first, min(most, p.sq - first)};
@@ -144,10 +153,29 @@ __device__ __forceinline__ int fragments_of(const TilesParams& p, int columns) {
   return (columns + p.slot - 1) / p.by_slot;
 }
 
+// The same of the blocks whose bits are set; `starts` is that of the first bit's block.
+__device__ __forceinline__ int ragged_fragments(const TilesParams& p, const i32* starts, u32 word) {
+  int fragments = 0;
+#pragma unroll 1
+  for (; word != 0; word &= word - 1) {
+    const int block = __ffs(word) - 1;
+    fragments += fragments_of(p, starts[block + 1] - starts[block]);
+  }
+  return fragments;
+}
+
 // Membership word of the tile's query block s.
+template <bool kRagged>
 __device__ __forceinline__ u32 block_members(const TilesParams& p, const TileRows& tile, int s) {
-  const int low = s * p.q_block / kGroupRows;
-  const int high = ceil_div(min((s + 1) * p.q_block, tile.rows), kGroupRows);
+  int begin = s * p.q_block;
+  int end = begin + p.q_block;
+  if (kRagged && p.q_starts != nullptr && p.joined > 1) {
+    const i32* starts = q_starts_of(p, tile.head) + tile.block + s;
+    begin = starts[0] - tile.first;
+    end = starts[1] - tile.first;
+  }
+  const int low = begin / kGroupRows;
+  const int high = ceil_div(min(end, tile.rows), kGroupRows);
   return (1u << high) - (1u << low);
 }
 
@@ -182,6 +210,7 @@ struct ClassWords {
   u32 second;
 };
 
+template <bool kRagged>
 __device__ __forceinline__ ClassWords class_words(const TilesParams& p, const TileRows& tile,
                                                   const u32* rows, int index) {
   const u32 first_half = (1u << (p.tile_rows / (2 * kGroupRows))) - 1;
@@ -189,7 +218,7 @@ __device__ __forceinline__ ClassWords class_words(const TilesParams& p, const Ti
   u32 in_second = 0;
   if (index < p.words) {
     each_block(p, tile, rows + index, [&](int s, u32 word) {
-      const u32 members = block_members(p, tile, s);
+      const u32 members = block_members<kRagged>(p, tile, s);
       if (!p.share || (members & first_half) != 0) in_first |= word;
       if (!p.share || (members & ~first_half) != 0) in_second |= word;
     });

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy.kernels.builders import (
     MASK_SCALARS,
+    STATE_POINTERS,
     TILE_POINTERS,
     TILES_PARAMS,
     TileBuild,
@@ -88,28 +89,55 @@ class BuildLayout:
         self._dtype = np.dtype(f"V{TILES_PARAMS.itemsize}")
         # The stamp follows the pointers.
         self._pointers = struct.Struct(f"={len(TILE_POINTERS)}Qq")
-        self._offsets = [self.arena.places[name][0] for name in TILE_POINTERS[1:]]
+        written = TILE_POINTERS[len(STATE_POINTERS) :]
+        self._offsets = [self.arena.places[name][0] for name in written]
 
     def parts(self, base: int) -> dict[str, Part]:
         """The arrays of an allocation, at an address."""
         return {name: Part(base + at, size) for name, (at, size) in self.arena.places.items()}
 
-    def params(self, bitmap: int, base: int, stamp: int) -> NDArray[Any]:
-        """The struct of all three tile kernels, for a bitmap and an allocation at addresses."""
+    def params(self, state: Sequence[int], base: int, stamp: int) -> NDArray[Any]:
+        """The struct of all three tile kernels, for :data:`STATE_POINTERS` and an allocation."""
         params = bytearray(self._params)
         pointers = [base + offset for offset in self._offsets]
-        self._pointers.pack_into(params, 0, bitmap, *pointers, stamp)
+        self._pointers.pack_into(params, 0, *state, *pointers, stamp)
         return np.frombuffer(params, self._dtype)
 
 
 @lru_cache(maxsize=128)
 def state_arena(rows: int, nk: int) -> Arena:
     """What ``mask_state`` writes, for so many rows."""
-    words = -(-nk // 32)
+    return Arena.of(_state_sizes(rows, nk))
+
+
+@lru_cache(maxsize=128)
+def ragged_arena(rows: int, nk: int, heads: tuple[int, int], starts: tuple[int, int]) -> Arena:
+    """What ``mask_state`` writes for so many rows, and ``ragged_blocks`` then.
+
+    Args:
+        rows: of the mask alone.
+        nk: columns.
+        heads: (heads over the batch, rows of one) of mask and sizes together.
+        starts: of one head's query and KV blocks; 0 of a uniform side.
+    """
+    count, nq = heads
     return Arena.of(
         {
-            "scalars": 8 * len(MASK_SCALARS),
-            "bitmap": 4 * rows * words,
-            "row_count": 4 * rows,
+            # Both are zeroed together.
+            "scalars": 2 * 8 * len(MASK_SCALARS),
+            "mask_bitmap": _state_sizes(rows, nk)["bitmap"],
+            "row_count": _state_sizes(rows, nk)["row_count"],
+            "bitmap": _state_sizes(count * nq, nk)["bitmap"],
+            "q_starts": 4 * count * starts[0],
+            "kv_starts": 4 * count * starts[1],
         }
     )
+
+
+def _state_sizes(rows: int, nk: int) -> dict[str, int]:
+    words = -(-nk // 32)
+    return {
+        "scalars": 8 * len(MASK_SCALARS),
+        "bitmap": 4 * rows * words,
+        "row_count": 4 * rows,
+    }

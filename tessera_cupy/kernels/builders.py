@@ -37,7 +37,43 @@ MASK_STATE_PARAMS = np.dtype(
 #: The scalars that ``mask_state`` adds to, in order; all are zero before.
 MASK_SCALARS = ("nnz", "in_runs", "zero2", "zero3", "errors", "zero5", "zero6", "zero7")
 #: What the bits of ``errors`` mean, the lowest first.
-MASK_ERRORS = ("column out of range", "column twice in a row", "capacity", "count out of range")
+MASK_ERRORS = (
+    "column out of range",
+    "column twice in a row",
+    "capacity",
+    "count out of range",
+    "block size out of range",
+    "block sizes that do not sum to the tokens",
+)
+
+#: ``RaggedBlocksParams`` of ragged_blocks.cu.
+RAGGED_BLOCKS_PARAMS = np.dtype(
+    [
+        field
+        for side in ("q", "kv")
+        for field in (
+            *[(f"{side}_{name}", _POINTER) for name in ("sizes", "starts")],
+            *[(f"{side}_{name}", np.int64) for name in ("batch_stride", "head_stride", "stride")],
+            *[(f"{side}_{name}", np.int32) for name in ("blocks", "most", "tokens", "wide")],
+        )
+    ]
+    + [(name, _POINTER) for name in ("mask_bitmap", "mask_scalars", "bitmap", "scalars")]
+    + [(name, np.int32) for name in ("batch", "heads", "mask_batch", "mask_heads")],
+    align=True,
+)
+_ROWS_OF_WARP = 8
+
+
+def ragged_blocks_grid(config: KernelConfig, heads: int, nq: int) -> int:
+    """CTAs of ``ragged_blocks``: two a head for the starts, and a warp for each eight rows.
+
+    Args:
+        config: the entry.
+        heads: mask heads, over the batch.
+        nq: rows of one.
+    """
+    return 2 * heads - (-heads * -(-nq // _ROWS_OF_WARP) // config.warps)
+
 
 #: ``CsrColumnsParams`` of csr_columns.cu.
 CSR_COLUMNS_PARAMS = np.dtype(
@@ -85,8 +121,10 @@ _ARRAYS: dict[str, tuple[DTypeLike, int]] = {
     "counts": (np.int64, 1),
 }
 
+#: What a mask's state has for the tile kernels; starts are 0 of sides with uniform blocks.
+STATE_POINTERS = ("bitmap", "q_starts", "kv_starts")
 #: The addresses that the tile kernels take, in the order of their struct.
-TILE_POINTERS = ("bitmap", *_ARRAYS)
+TILE_POINTERS = (*STATE_POINTERS, *_ARRAYS)
 
 #: Numbers of the params that the kernels divide by.
 _DIVISORS = ("head_tiles", "q_heads", "parts", "slot", "per_step", "capacity")
@@ -127,18 +165,20 @@ _MAX_PAIRS = 1 << 29
 class TileBuild:
     """Sizes of a build by the tile kernels: of a geometry, whatever the mask holds.
 
-    Uniform blocks without token bits, KV side pack, longest first and split.
+    No token bits, KV side pack, longest first and split.
 
     Attributes:
         q_side: "retain", "split", "merge" or "share".
         shape: the physical tile.
-        block_size: (bq, bkv), tokens of a block.
+        block_size: (bq, bkv), tokens of a block; of the largest on a ragged side.
         batch, q_heads, kv_heads, sq, skv: of the request.
         mask_batch: 1, or ``batch``.
         mask_heads: 1, or ``q_heads``.
         kv_bytes_per_head: bytes of K and V of one KV head together.
         device: the GPU to organize for.
         frag_capacity: fragments that the output has room for; :attr:`most_fragments` always do.
+        ragged: number of blocks of each side (query, key) whose blocks have sizes of their own;
+            None of a uniform one.
 
     Raises:
         ValueError: a size that the kernels cannot serve.
@@ -177,6 +217,7 @@ class TileBuild:
     kv_bytes_per_head: int
     device: DeviceModel
     frag_capacity: int
+    ragged: tuple[int | None, int | None] = (None, None)
 
     def __post_init__(self) -> None:
         """Refuse what the kernels' numbers cannot hold."""
@@ -194,17 +235,21 @@ class TileBuild:
     @property
     def nq(self) -> int:
         """Query blocks of a head."""
-        return -(-self.sq // self.block_size[0])
+        blocks = self.ragged[0]
+        return -(-self.sq // self.block_size[0]) if blocks is None else blocks
 
     @property
     def nk(self) -> int:
         """KV blocks of a head."""
-        return -(-self.skv // self.block_size[1])
+        blocks = self.ragged[1]
+        return -(-self.skv // self.block_size[1]) if blocks is None else blocks
 
     @property
     def joined(self) -> int:
         """Query blocks of a tile; 1 where a tile has one, or a part of one."""
-        return self.shape.q // self.block_size[0] if self.q_side in ("merge", "share") else 1
+        if self.q_side not in ("merge", "share"):
+            return 1
+        return self.shape.q // max(self.block_size[0], GROUP_ROWS)
 
     @property
     def parts(self) -> int:
@@ -213,9 +258,11 @@ class TileBuild:
 
     @property
     def head_tiles(self) -> int:
-        """Tiles of a mask head."""
+        """Tiles of a mask head; of ragged query blocks those without rows, too."""
         if self.joined > 1:
             return -(-self.nq // self.joined)
+        if self.ragged[0] is not None:
+            return self.nq * self.parts
         last = self.sq - (self.nq - 1) * self.block_size[0]
         return (self.nq - 1) * self.parts - (-last // self.shape.q)
 
@@ -232,9 +279,14 @@ class TileBuild:
     @cached_property
     def most_fragments(self) -> int:
         """Fragments of the fullest mask there is, and the padding of the worst."""
-        last = self.skv - (self.nk - 1) * self.block_size[1]
-        of_last = -(-last // self.shape.slot)
-        return self.tiles * ((self.nk - 1) * self._of_block + of_last + self._padding)
+        if self.ragged[1] is None:
+            last = self.skv - (self.nk - 1) * self.block_size[1]
+            of_list = (self.nk - 1) * self._of_block - (-last // self.shape.slot)
+        else:
+            # Each block has less than one fragment more than its tokens fill.
+            partly = (self.skv + self.nk * (self.shape.slot - 1)) // self.shape.slot
+            of_list = min(self.nk * self._of_block, partly)
+        return self.tiles * (of_list + self._padding)
 
     def fragments_of(self, nnz: int) -> int:
         """Fragments at most of masks with this many active blocks over all heads."""

@@ -32,8 +32,8 @@ class KernelConfig:
     Attributes:
         arch: architecture name, such as ``"sm_90a"``.
         kernel: the source file's name: ``"attend_mma"``, ``"attend_wgmma"``, ``"merge_splits"``,
-            ``"mask_state"``, ``"csr_columns"``, one of :data:`TILE_KERNELS` or of
-            :data:`TOKEN_KERNELS`.
+            ``"mask_state"``, ``"csr_columns"``, ``"ragged_blocks"``, one of
+            :data:`TILE_KERNELS` or of :data:`TOKEN_KERNELS`.
         head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled. 0 for
             kernels that read no Q, K or V.
         dtype: ``"float16"`` or ``"bfloat16"``; empty for kernels that read no Q, K or V.
@@ -168,6 +168,8 @@ _TILE_SMEM: dict[str, Callable[[int], int]] = {
     "tile_scan": lambda warps: max(4 * 256 * warps, 8 * 4096) + 2048 + 32 * warps + 40,
     # 1024 entries of 16 bits a warp.
     "tile_fragments": lambda warps: 2048 * warps,
+    # RaggedStorage: a sum a warp, and three numbers.
+    "ragged_blocks": lambda warps: 8 * warps + 24,
 }
 
 
@@ -245,6 +247,10 @@ _MASK_STATE_WHY = {
     "lists": "a warp a row, built in shared memory from columns in any order",
     "csr": "as for padded lists; rows begin at offsets",
 }
+_RAGGED_BLOCKS_WARPS = 8
+_RAGGED_BLOCKS_WHY = (
+    "a warp eight rows, so that few read the sizes again; a CTA the starts of a head"
+)
 _CSR_COLUMNS_WHY = "a warp a row, a lane a word: neighbouring lanes write neighbouring columns"
 
 
@@ -362,7 +368,8 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
                 for feature in ("", *features)
             ]
     configs += [
-        _builder(target.name, kernel, _TILE_WARPS[kernel], 1, (), _TILE_WHY[kernel])
+        _builder(target.name, kernel, _TILE_WARPS[kernel], 1, features, why + _TILE_WHY[kernel])
+        for features, why in (((), ""), (("ragged",), "blocks with sizes of their own; "))
         for kernel in TILE_KERNELS
     ]
     ctas = 3 if target.name in _SMALL else 4  # 48 or 64 warps
@@ -376,10 +383,12 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
     configs.append(
         _builder(target.name, "csr_columns", _MASK_STATE_WARPS, ctas, (), _CSR_COLUMNS_WHY)
     )
+    why = _RAGGED_BLOCKS_WHY
+    configs.append(_builder(target.name, "ragged_blocks", _RAGGED_BLOCKS_WARPS, 1, (), why))
     for kernel, of in TOKEN_KERNELS.items():
         for element in of.elements or ("",):
-            features = (element,) if element else ()
-            configs.append(_builder(target.name, kernel, of.warps, of.min_ctas, features, of.why))
+            read = (element,) if element else ()
+            configs.append(_builder(target.name, kernel, of.warps, of.min_ctas, read, of.why))
     for dtype in DTYPES:
         configs.append(
             KernelConfig(

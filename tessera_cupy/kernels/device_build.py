@@ -1,6 +1,8 @@
 """Plans made on the GPU: from a mask's own arrays to tiles and tasks, without the host.
 
-    mask_state -> tile_counts -> tile_scan -> tile_fragments        on the current stream
+    mask_state -> (ragged_blocks) -> tile_counts -> tile_scan -> tile_fragments
+
+on the current stream, ragged_blocks where blocks have sizes of their own.
 
 The launches, and the memory that they write, follow from the geometry alone; nothing waits. What
 the host wants to know (the mask's scalars, the counts) it reads when it asks.
@@ -24,24 +26,36 @@ from numpy.typing import NDArray
 
 from tessera_cupy.errors import PlanOverflowError, wrong
 from tessera_cupy.interop import Operand, contiguous, device_operand
-from tessera_cupy.kernels.arena import Arena, BuildLayout, Part, state_arena
+from tessera_cupy.kernels.arena import Arena, BuildLayout, Part, ragged_arena, state_arena
 from tessera_cupy.kernels.builders import (
     MASK_ERRORS,
     MASK_SCALARS,
     MASK_STATE_PARAMS,
+    RAGGED_BLOCKS_PARAMS,
+    STATE_POINTERS,
     TILE_COUNTS,
     TileBuild,
     mask_state_grid,
+    ragged_blocks_grid,
 )
 from tessera_cupy.kernels.catalog import TILE_KERNELS, KernelConfig, builder
 from tessera_cupy.kernels.fetch import fetch
-from tessera_cupy.kernels.launch import DevicePlan, Mark, Patch, load, packed_struct, unmarked
+from tessera_cupy.kernels.launch import (
+    DevicePlan,
+    Mark,
+    Patch,
+    load,
+    packed_struct,
+    refuse_capture,
+    unmarked,
+)
 from tessera_cupy.kernels.lifetime import PER_THREAD, Uses, collect, pool_may_grow, release_with
 from tessera_cupy.kernels.room import FRAGMENT_BYTES, lists_room, note, watch
+from tessera_cupy.masks.block_sizes import KnownSizes, UnreadSizes
 from tessera_cupy.masks.summary import MaskSummary
 
 if TYPE_CHECKING:
-    from tessera_cupy.masks.device_source import DeviceSource, SourceLayout
+    from tessera_cupy.masks.device_source import DeviceSource, RaggedLayout, SourceLayout
 
 # Unlike whatever memory may hold.
 _stamps = count(secrets.randbits(62))
@@ -53,14 +67,14 @@ class MaskState:
 
     Attributes:
         source: the mask's arrays.
-        bitmap: as ``mask_state.cu`` writes it.
+        pointers: :data:`STATE_POINTERS`: the bitmap, and where ragged blocks begin.
         scalars: (8,) int64, :data:`MASK_SCALARS`.
         stream: address of the stream.
         memory: what must live until the bitmap was read.
     """
 
     source: DeviceSource
-    bitmap: int
+    pointers: tuple[int, int, int]
     scalars: Part
     stream: int
     memory: tuple[Any, ...]
@@ -79,7 +93,7 @@ class MaskState:
         refuse_bad_mask(scalars)
         layout = self.source.layout
         return MaskSummary(
-            blocks=layout.rows * layout.num_blocks[1],
+            blocks=layout.blocks,
             nnz=int(scalars[MASK_SCALARS.index("nnz")]),
             in_runs=int(scalars[MASK_SCALARS.index("in_runs")]),
         )
@@ -89,7 +103,7 @@ def refuse_bad_mask(scalars: NDArray[np.int64]) -> None:
     """Raise what ``mask_state`` found wrong.
 
     Raises:
-        ValueError: a column out of range, one listed twice, or counts that do not fit.
+        ValueError: a column out of range, one listed twice, counts or sizes that do not fit.
     """
     errors = int(scalars[MASK_SCALARS.index("errors")])
     if errors:
@@ -97,7 +111,8 @@ def refuse_bad_mask(scalars: NDArray[np.int64]) -> None:
         raise ValueError(
             wrong(
                 "mask",
-                "block columns in range, each once in a row, and counts that their lists hold",
+                "block columns in range, each once in a row, counts that their lists hold, and "
+                "sizes of at most the nominal block that sum to the tokens",
                 "; ".join(found),
                 "call mask.check(), which says where",
             )
@@ -119,15 +134,15 @@ def mask_state(source: DeviceSource, arch: str, sms: int, *, mark: Mark = unmark
     memory = cupy.empty(launch.arena.nbytes, np.uint8)
     stream = cupy.cuda.get_current_stream()
     base = memory.data.ptr
-    copies = _launch_state(launch, source, base, stream.ptr, mark)
-    scalars = launch.arena.part("scalars", base)
-    return MaskState(source, base + launch.bitmap, scalars, stream.ptr, (memory, *copies))
+    copies = _launch_state(launch, source, base, stream, mark)
+    scalars = Part(base + launch.scalars, 8 * len(MASK_SCALARS))
+    return MaskState(source, launch.pointers(base), scalars, stream.ptr, (memory, *copies))
 
 
 def _launch_state(
-    launch: _StateLaunch, source: DeviceSource, base: int, stream: int, mark: Mark
+    launch: _StateLaunch, source: DeviceSource, base: int, stream: Any, mark: Mark
 ) -> list[Any]:
-    """Make the state of a mask in the memory at ``base``; returns copies that the kernel reads."""
+    """Make the state of a mask in the memory at ``base``; returns copies that the kernels read."""
     import cupy
 
     pointers: tuple[int, ...] = source.pointers
@@ -135,7 +150,12 @@ def _launch_state(
     if launch.copied:
         copies = [contiguous(device_operand(array, "mask")) for array in source.arrays]
         pointers = tuple(copy.pointer for copy in copies)
-    cupy.cuda.runtime.memsetAsync(base + launch.scalars, 0, 8 * len(MASK_SCALARS), stream)
+    ragged = launch.ragged
+    uploads: list[Uses] = []
+    if ragged is not None:
+        sizes, uploads = _sizes_of(source)
+        copies.append(source.layout.ragged)
+    cupy.cuda.runtime.memsetAsync(base + launch.scalars, 0, launch.zeroed, stream.ptr)
     key = (pointers, base)
     params = launch.placed.get(key)
     if params is None:
@@ -144,15 +164,55 @@ def _launch_state(
         params = launch.placed[key] = (launch.place(pointers, base),)
     kernel = load(launch.config, source.layout.device)
     kernel(launch.grid, launch.threads, params, shared_mem=launch.smem_bytes)
+    if ragged is not None:
+        kernel = load(ragged.config, source.layout.device)
+        params = (ragged.place(sizes, base),)
+        kernel(ragged.grid, ragged.threads, params, shared_mem=ragged.smem_bytes)
     mark("mask state")
+    if uploads and not stream.is_capturing():
+        for uses in uploads:
+            uses.record(stream)
     return copies
+
+
+def _sizes_of(source: DeviceSource) -> tuple[tuple[int, ...], list[Uses]]:
+    """Addresses of the sizes of both sides, 0 of a uniform one; and the uses of those copied here.
+
+    What the host knows is copied to the GPU the first time, which waits for that copy alone.
+    """
+    ragged = source.layout.ragged
+    assert ragged is not None
+    pointers = list(source.size_pointers)
+    uploads = []
+    for side, sizes in enumerate(ragged.sizes):
+        if isinstance(sizes, KnownSizes):
+            if source.layout.device not in sizes.copies:
+                _upload(sizes, source.layout.device)
+            pointers[side], uses = sizes.copies[source.layout.device]
+            uploads.append(uses)
+    return tuple(pointers), uploads
+
+
+def _upload(sizes: KnownSizes, device: int) -> None:
+    import cupy
+
+    refuse_capture()
+    # On a stream of its own, so as not to wait for what the caller's has to do.
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        array = cupy.asarray(sizes.sizes.astype(np.int32))
+        stream.synchronize()
+    uses = Uses(stream)
+    sizes.copies[device] = array.data.ptr, uses
+    release_with(sizes, uses, (array, stream))  # no other stream has its address meanwhile
 
 
 @dataclass(frozen=True, eq=False)
 class _StateLaunch:
     """A launch of ``mask_state`` on arrays at any addresses.
 
-    ``offsets`` are those of the bitmap, row_count and scalars in the arena.
+    ``offsets`` are those of the bitmap, row_count and scalars of ``mask_state`` in the arena;
+    ``state`` those of :data:`STATE_POINTERS`, None of a side with uniform blocks; ``scalars`` that
+    of the scalars, of which ``zeroed`` bytes are zeroed before.
     """
 
     config: KernelConfig
@@ -160,18 +220,82 @@ class _StateLaunch:
     threads: tuple[int]
     smem_bytes: int
     arena: Arena
-    bitmap: int
+    state: tuple[int, int | None, int | None]
     scalars: int
+    zeroed: int
     offsets: tuple[int, ...]
     params: bytes
     copied: bool
+    ragged: _RaggedLaunch | None
     placed: dict[Any, tuple[NDArray[Any]]] = field(default_factory=dict)
+
+    def pointers(self, base: int) -> tuple[int, int, int]:
+        """:data:`STATE_POINTERS` of an allocation at an address."""
+        bitmap, q, kv = self.state
+        return base + bitmap, 0 if q is None else base + q, 0 if kv is None else base + kv
 
     def place(self, pointers: tuple[int, ...], base: int) -> NDArray[Any]:
         """The params for arrays and an allocation at some addresses."""
         bounds = pointers[1] if len(pointers) > 1 else 0
         outputs = [base + offset for offset in self.offsets]
         return _STATE_PATCH(self.params, pointers[0], bounds, *outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _RaggedLaunch:
+    """A launch of ``ragged_blocks``; ``offsets`` are those of its arrays in the arena."""
+
+    config: KernelConfig
+    grid: tuple[int]
+    threads: tuple[int]
+    smem_bytes: int
+    offsets: tuple[int, ...]
+    params: bytes
+
+    def place(self, sizes: tuple[int, ...], base: int) -> NDArray[Any]:
+        """The params for sizes and an allocation at some addresses."""
+        return _RAGGED_PATCH(self.params, *sizes, *[base + offset for offset in self.offsets])
+
+
+def _ragged_launch(
+    layout: SourceLayout, ragged: RaggedLayout, offsets: dict[str, int], arch: str
+) -> _RaggedLaunch:
+    config = builder(arch, "ragged_blocks")
+    numbers: dict[str, int] = {}
+    for side, name in enumerate(("q", "kv")):
+        sizes = ragged.sizes[side]
+        if isinstance(sizes, UnreadSizes):
+            shape, strides = sizes.operand.shape, sizes.operand.strides
+            numbers[f"{name}_wide"] = sizes.operand.dtype == "int64"
+        elif isinstance(sizes, KnownSizes):
+            shape = sizes.sizes.shape
+            strides = (shape[1] * shape[2], shape[2], 1)
+        else:
+            shape = strides = (1, 1, 1)
+        numbers |= {
+            f"{name}_batch_stride": strides[0] if shape[0] > 1 else 0,
+            f"{name}_head_stride": strides[1] if shape[1] > 1 else 0,
+            f"{name}_stride": strides[2],
+            f"{name}_blocks": layout.num_blocks[side],
+            f"{name}_most": ragged.most[side],
+            f"{name}_tokens": ragged.shape[side],
+        }
+    numbers |= dict(zip(("batch", "heads"), ragged.axes, strict=True))
+    numbers |= dict(zip(("mask_batch", "mask_heads"), layout.axes, strict=True))
+    params = packed_struct(RAGGED_BLOCKS_PARAMS, numbers)
+    grid = ragged_blocks_grid(config, math.prod(ragged.axes), layout.num_blocks[0])
+    return _RaggedLaunch(
+        config,
+        (grid,),
+        (config.warps * 32,),
+        config.smem_bytes,
+        tuple(offsets[name] for name in _RAGGED_ARRAYS),
+        params.tobytes(),
+    )
+
+
+_RAGGED_ARRAYS = (*STATE_POINTERS, "mask_bitmap", "mask_scalars", "scalars")
+_RAGGED_PATCH = Patch(RAGGED_BLOCKS_PARAMS, "q_sizes", "kv_sizes", *_RAGGED_ARRAYS)
 
 
 @lru_cache(maxsize=256)
@@ -181,7 +305,15 @@ def _state_launch(layout: SourceLayout, arch: str, sms: int) -> _StateLaunch:
     config = builder(arch, f"mask_state_{layout.form}")
     rows, nk = layout.rows, layout.num_blocks[1]
     grid = mask_state_grid(config, rows, sms)
-    arena = state_arena(rows, nk)
+    ragged = layout.ragged
+    if ragged is None:
+        arena = state_arena(rows, nk)
+    else:
+        starts = [
+            0 if s is None else n + 1 for s, n in zip(ragged.sizes, layout.num_blocks, strict=True)
+        ]
+        heads = math.prod(ragged.axes), layout.num_blocks[0]
+        arena = ragged_arena(rows, nk, heads, (starts[0], starts[1]))
     inner = 0 if layout.form == "csr" else 1
     stride = _stride(values, inner)
     fits = stride is not None and (bounds is None or _stride(bounds, 0) is not None)
@@ -197,17 +329,31 @@ def _state_launch(layout: SourceLayout, arch: str, sms: int) -> _StateLaunch:
         },
     )
     offsets = {name: offset for name, (offset, _) in arena.places.items()}
+    state: tuple[int, int | None, int | None] = (offsets["bitmap"], None, None)
+    written = tuple(offsets[name] for name in _STATE_ARRAYS)
+    after = None
+    if ragged is not None:
+        sides = [
+            None if sizes is None else offsets[name]
+            for sizes, name in zip(ragged.sizes, STATE_POINTERS[1:], strict=True)
+        ]
+        state = offsets["bitmap"], sides[0], sides[1]
+        offsets["mask_scalars"] = offsets["scalars"] + 8 * len(MASK_SCALARS)
+        written = offsets["mask_bitmap"], offsets["row_count"], offsets["mask_scalars"]
+        after = _ragged_launch(layout, ragged, offsets, arch)
     return _StateLaunch(
         config,
         (grid,),
         (config.warps * 32,),
         config.smem_bytes,
         arena,
-        offsets["bitmap"],
+        state,
         offsets["scalars"],
-        tuple(offsets[name] for name in _STATE_ARRAYS),
+        arena.places["scalars"][1],
+        written,
         params.tobytes(),
         not fits,
+        after,
     )
 
 
@@ -256,22 +402,22 @@ def build(
             memory = cupy.empty(nbytes + of_state.arena.nbytes, np.uint8)
             base = memory.data.ptr
             behind = base + nbytes
-            copies = _launch_state(of_state, source, behind, stream.ptr, mark)
-        bitmap = behind + of_state.bitmap
+            copies = _launch_state(of_state, source, behind, stream, mark)
+        pointers = of_state.pointers(behind)
         scalars = Part(behind + of_state.scalars, 8 * len(MASK_SCALARS))
         held = (memory, *copies) if capturing else (memory,)
     else:
         memory = cupy.empty(nbytes, np.uint8)
         base = memory.data.ptr
         state = counted[0]
-        bitmap, scalars = state.bitmap, state.scalars
+        pointers, scalars = state.pointers, state.scalars
         held = (memory, *state.memory)
-    placed = launch.at(base, bitmap)
+    placed = launch.at(base, pointers)
     stamp, params = placed.stamp, placed.params
     if capturing:
         # Until it is replayed, the counts may be those of an earlier plan at this address.
         stamp = next(_stamps)
-        params = (launch.layout.params(bitmap, base, stamp),)
+        params = (launch.layout.params(pointers, base, stamp),)
     for config, grid, threads, smem_bytes in launch.kernels:
         kernel = load(config, source.layout.device)
         kernel(grid, threads, params, shared_mem=smem_bytes)
@@ -279,13 +425,16 @@ def build(
     may_overflow = nnz is None and room < launch.most_fragments
     need = watch(sizes, placed.counts) if may_overflow and not capturing else None
     uses = Uses(stream)
+    ragged = source.layout.ragged
+    # Sizes that only the GPU knows may leave rows without a task.
+    may_miss = may_overflow or (ragged is not None and ragged.unread[0])
     plan = DevicePlan(
         *placed.arrays,
         uses,
         placed.counts,
         scalars,
         stamp,
-        may_overflow,
+        may_miss,
         need,
         structs=launch.structs,
     )
@@ -311,16 +460,16 @@ class _BuildLaunch:
     numbers: tuple[int, int, int, int]
     most_fragments: int
     structs: dict[Any, Any] = field(default_factory=dict)
-    _placed: dict[tuple[int, int], _Placed] = field(default_factory=dict)
+    _placed: dict[tuple[int, tuple[int, int, int]], _Placed] = field(default_factory=dict)
 
-    def at(self, base: int, bitmap: int) -> _Placed:
-        """What follows from the addresses of an allocation and of a bitmap."""
-        key = (base, bitmap)
+    def at(self, base: int, state: tuple[int, int, int]) -> _Placed:
+        """What follows from the addresses of an allocation and of a mask's state."""
+        key = (base, state)
         placed = self._placed.get(key)
         if placed is None:
             if len(self._placed) >= _MOST_ADDRESSES:
                 self._placed.clear()
-            placed = self._placed[key] = _place(self.layout, self.numbers, base, bitmap)
+            placed = self._placed[key] = _place(self.layout, self.numbers, base, state)
         return placed
 
 
@@ -347,7 +496,10 @@ _Arrays = tuple[int, int, int, int, Part, Part, None, Part, None, None, Part, Pa
 
 
 def _place(
-    layout: BuildLayout, numbers: tuple[int, int, int, int], base: int, bitmap: int
+    layout: BuildLayout,
+    numbers: tuple[int, int, int, int],
+    base: int,
+    state: tuple[int, int, int],
 ) -> _Placed:
     stamp = next(_stamps)
     parts = layout.parts(base)
@@ -363,7 +515,7 @@ def _place(
         parts["merge_tile"],
         parts["merge_offsets"],
     )
-    return _Placed((layout.params(bitmap, base, stamp),), stamp, parts["counts"], arrays)
+    return _Placed((layout.params(state, base, stamp),), stamp, parts["counts"], arrays)
 
 
 def _build_launch(sizes: TileBuild, room: int, arch: str) -> _BuildLaunch:
@@ -371,7 +523,7 @@ def _build_launch(sizes: TileBuild, room: int, arch: str) -> _BuildLaunch:
     found = _builds.get(key)
     if found is None:
         made = replace(sizes, frag_capacity=room)
-        configs = [builder(arch, name) for name in TILE_KERNELS]
+        configs = _tile_kernels(arch, made.ragged != (None, None))
         launch = _BuildLaunch(
             BuildLayout(made),
             [(c, (made.grid(c),), (c.warps * 32,), c.smem_bytes) for c in configs],
@@ -396,8 +548,14 @@ _MOST_BUILDS = 256
 
 def kernels(source: DeviceSource, arch: str) -> list[KernelConfig]:
     """The entries that make a plan of a mask."""
-    names = (f"mask_state_{source.layout.form}", *TILE_KERNELS)
-    return [builder(arch, name) for name in names]
+    ragged = source.layout.ragged is not None
+    state = [f"mask_state_{source.layout.form}", *(["ragged_blocks"] if ragged else [])]
+    return [builder(arch, name) for name in state] + _tile_kernels(arch, ragged)
+
+
+def _tile_kernels(arch: str, ragged: bool) -> list[KernelConfig]:
+    suffix = "_ragged" if ragged else ""
+    return [builder(arch, name + suffix) for name in TILE_KERNELS]
 
 
 def check(plan: DevicePlan, sizes: TileBuild, device: int) -> None:

@@ -178,7 +178,8 @@ class DevicePlan:
             as are merged at the same time.
         scalars: of such a plan, what ``mask_state`` counted.
         stamp: what ``counts`` ends with once they are this plan's.
-        may_overflow: whether its lists may need more room than they have.
+        may_overflow: whether its lists may need more room than they have, or its tasks may leave
+            rows out; the output is filled with NaN before.
         need: of such a plan that no graph captured, the counts on their way to the host.
         twins: whether some tasks are marked as twins, for the kernel that makes use of it.
         structs: params of its launches, for operands and arrays at some addresses; plans of the

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tessera_cupy._resources import kernels_dir
-from tessera_cupy.kernels.catalog import ELEMENTS, TOKEN_KERNELS, KernelConfig
+from tessera_cupy.kernels.catalog import ELEMENTS, TILE_KERNELS, TOKEN_KERNELS, KernelConfig
 
+#: What the shared memory of a builder is.
+_STORAGE = {"tile_scan": "TileScanStorage", "ragged_blocks": "RaggedStorage"}
 _TYPES = {"float16": "half_t", "bfloat16": "bf16_t", "float32": "float"}
 
 
@@ -46,7 +48,11 @@ def _instance(config: KernelConfig) -> tuple[str, str]:
         elements = [_TYPES[ELEMENTS[feature]] for feature in config.features]
         return ", ".join(map(str, (*elements, warps, ctas))), ""
     if not config.dtype:
-        return str(warps), f"TileScanStorage<{warps}>" if config.kernel == "tile_scan" else ""
+        shared = _STORAGE.get(config.kernel)
+        arguments = str(warps)
+        if config.kernel in TILE_KERNELS:
+            arguments += ", true" if "ragged" in config.features else ", false"
+        return arguments, f"{shared}<{warps}>" if shared else ""
     element = _TYPES[config.dtype]
     if config.kernel == "merge_splits":
         return f"{element}, {warps}", ""

@@ -68,8 +68,7 @@ def lay_out(mask: BlockMask, lists: TileLists, side: KvSide, shape: TileShape) -
 
 def largest_kv_block(mask: BlockMask) -> int:
     """KV rows of the widest block: the nominal size, or the true one of a ragged mask."""
-    sizes = mask.kv_block_sizes
-    return mask.block_size[1] if sizes is None else int(sizes.max(initial=0))
+    return mask.max_block[1]
 
 
 def _extents(mask: BlockMask, lists: TileLists) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -85,7 +85,9 @@ def choose_slot(mask: BlockMask, tile_kv: int) -> int:
     Uniform KV blocks take the largest power of two, at least 8, that divides both the
     block and ``tile_kv``. Ragged blocks take the largest one that pads the blocks, all
     together, to at most 1/32 more columns than fragments of 8 would: fewer fragments
-    cost less to fetch, and a few odd blocks at the edges do not force the smallest.
+    cost less to fetch, and a few odd blocks at the edges do not force the smallest. Of
+    ragged blocks whose sizes are in GPU memory only the nominal size is known: they take a
+    quarter of it, rounded down to a power of two.
 
     Args:
         mask: the mask whose KV blocks are cut.
@@ -103,6 +105,8 @@ def choose_slot(mask: BlockMask, tile_kv: int) -> int:
         16
     """
     slots = _slots(tile_kv, "tile_kv")
+    if mask.unread_sides[1]:
+        return max(slot for slot in slots if slot == MIN_SLOT or 4 * slot <= mask.block_size[1])
     sizes = mask.kv_block_sizes
     if sizes is None:
         return max(slot for slot in slots if mask.block_size[1] % slot == 0)
@@ -156,7 +160,7 @@ def why_not(mapping: Mapping, mask: BlockMask, q: int, kv: int) -> str | None:
         got = f"{mapping.kv} KV and {q} rows"
         return f"{mapping.q} Q needs pack KV and tiles of two halves, got {got}"
     if mapping.q == "regroup":
-        if mask.q_block_sizes is not None:
+        if mask.ragged_sides[0]:
             return "regroup Q needs query blocks of one size, got ragged blocks"
         if not can_regroup(bq, q):
             return (
@@ -166,6 +170,8 @@ def why_not(mapping: Mapping, mask: BlockMask, q: int, kv: int) -> str | None:
     if mapping.q in ("merge", "share"):
         if 2 * bq > q:
             return f"{mapping.q} Q needs two query blocks in a tile of {q} rows, got blocks of {bq}"
+        if mask.unread_sides[0]:
+            return f"{mapping.q} Q needs sizes of query blocks that the host knows"
         starts = mask.q_starts()
         if ((starts % GROUP_ROWS != 0) & (starts < mask.shape[0])).any():
             return f"{mapping.q} Q needs query blocks that begin at multiples of {GROUP_ROWS} rows"
@@ -174,7 +180,7 @@ def why_not(mapping: Mapping, mask: BlockMask, q: int, kv: int) -> str | None:
     if mapping.kv == "split" and bkv <= kv:
         return f"split KV needs KV blocks of more than {kv} rows (the tile), got {bkv}"
     if mapping.kv == "merge":
-        if mask.kv_block_sizes is not None:
+        if mask.ragged_sides[1]:
             return "merge KV needs KV blocks of one size, got ragged blocks"
         if 2 * bkv > kv:
             return f"merge KV needs two KV blocks in a tile of {kv} columns, got blocks of {bkv}"
@@ -211,7 +217,6 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
         >>> tiles.steps.tolist(), tiles.frag_start.tolist()
         ([1, 2], [0, 16, 32, 0, 16, 32, 48, 64, 80])
     """
-    mask = mask.on_host()
     if q % GROUP_ROWS or not GROUP_ROWS <= q <= MAX_TILE_Q:
         expected = f"a multiple of {GROUP_ROWS} from {GROUP_ROWS} to {MAX_TILE_Q}"
         raise ValueError(wrong("q", expected, q, "use a catalog's tile size"))
@@ -225,6 +230,7 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
     if reason is not None:
         expected, fix = "one that can serve the mask", "choose another mapping or tile"
         raise PlanNotEligibleError(wrong("mapping", expected, f"{mapping.name}: {reason}", fix))
+    mask = mask.on_host()
     shape = TileShape(q, kv, slot)
     if mapping.q == "regroup":
         return share(_regrouped(mask, shape))

@@ -112,8 +112,7 @@ def blocks_in_tile(mask: BlockMask, q: int) -> int:
 
 def largest_q_block(mask: BlockMask) -> int:
     """Rows of the largest query block: the nominal size, or the true one of a ragged mask."""
-    sizes = mask.q_block_sizes
-    return mask.block_size[0] if sizes is None else int(sizes.max(initial=0))
+    return mask.max_block[0]
 
 
 def _has_token_bits(mask: BlockMask) -> bool:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import bits as token_bit
-from tessera_cupy.masks import device_source, draw, formats, readers
+from tessera_cupy.masks import block_sizes, device_source, draw, formats, readers
+from tessera_cupy.masks.block_sizes import KnownSizes, UnreadSizes
 from tessera_cupy.masks.device_source import DeviceSource
 from tessera_cupy.masks.entries import Entries, dense_entries, sort_entries
 from tessera_cupy.masks.geometry import BlockGrid, pair, resolve_grid, uniform_grid
@@ -26,12 +27,15 @@ class BlockMask(BlockGrid):
     (NumPy, CuPy, torch, DLPack, ``__array__``, nested lists).
 
     A mask from the host is a snapshot: later in-place changes to the source are not seen.
-    So is one from a GPU with token bits, ragged blocks, or elements that are neither bytes nor
-    int32 or int64 columns. Every other mask from a GPU is *over* its arrays: building it copies
-    nothing and waits for nothing, and plans are made on the GPU where a plan allows it. Its arrays
-    are an operand of each call, as q, k and v are: the call's stream must be behind the work that
-    writes them. After they have changed, call :meth:`refresh`; a replay of a captured graph sees
-    the change by itself. What the host asks of such a mask (``nnz``, ``density()``,
+    So is one from a GPU with token bits, or elements that are neither bytes nor int32 or int64
+    columns, or with ragged blocks above the nominal size. Every other mask from a GPU is *over*
+    its arrays: building it copies nothing and waits for nothing, and plans are made on the GPU
+    where a plan allows it. Its arrays are an operand of each call, as q, k and v are: the call's
+    stream must be behind the work that writes them. After they have changed, call
+    :meth:`refresh`; a replay of a captured graph sees the change by itself. Sizes of ragged
+    blocks that the host gives are copied to the GPU once, where they are first used; sizes in GPU
+    memory (int32 or int64, with ``shape`` given) are an operand as the mask is, each at most the
+    nominal block. What the host asks of such a mask (``nnz``, ``density()``,
     ``to_dense()``, ...) waits for the GPU, is read once, and is checked then; :meth:`check`
     checks it at any time.
 
@@ -77,16 +81,50 @@ class BlockMask(BlockGrid):
         block_size: Sequence[int],
         shape: Sequence[int] | None,
         sizes: tuple[Any, Any],
-        read: Callable[[], BlockMask],
+        read: Callable[..., BlockMask],
     ) -> BlockMask | None:
-        """A mask over GPU arrays; None where the host has to read them now."""
-        if source is None or sizes[0] is not None or sizes[1] is not None:
+        """A mask over GPU arrays; None where the host has to read them now.
+
+        ``read`` makes the mask of copies on the host; it takes sizes as every constructor does.
+        """
+        if source is None:
             return None
-        from tessera_cupy.masks.device_mask import DeviceMask
+        from tessera_cupy.masks.device_mask import DeviceMask, UnreadMask
 
         tokens = None if shape is None else pair(shape, "shape")
-        grid = _grid(source.num_blocks, source.axes, pair(block_size, "block_size"), tokens)
-        return DeviceMask(grid, source, read)
+        block = pair(block_size, "block_size")
+        if sizes[0] is None and sizes[1] is None:
+            return DeviceMask(_grid(source.num_blocks, source.axes, block, tokens), source, read)
+        device = source.layout.device
+        q, kv = (
+            None if given is None else block_sizes.of_array(given, name, device)
+            for given, name in zip(sizes, block_sizes.SIDES, strict=True)
+        )
+        sides = device_source.bare_sizes(q), device_source.bare_sizes(kv)
+        if [side is None for side in sides] != [given is None for given in sizes]:
+            return None
+        grid = _ragged_grid(source.num_blocks, source.axes, block, tokens, *sides)
+        if grid is None:
+            return None
+        axes = grid.batch, grid.heads
+        unread = [isinstance(side, UnreadSizes) for side in sides]
+        most = grid.max_block
+        most = block[0] if unread[0] else most[0], block[1] if unread[1] else most[1]
+        over = device_source.with_sizes(source, (q, kv), most, grid.shape, axes)
+
+        def on_host() -> BlockMask:
+            given = {
+                name: side.sizes
+                if isinstance(side, KnownSizes)
+                else block_sizes.read(array, name, nominal)
+                for name, side, array, nominal in zip(
+                    block_sizes.SIDES, sides, sizes, block, strict=True
+                )
+                if side is not None
+            }
+            return read(**given)
+
+        return (UnreadMask if True in unread else DeviceMask)(grid, over, on_host)
 
     @classmethod
     def from_dense(
@@ -107,7 +145,8 @@ class BlockMask(BlockGrid):
                 side any positive nominal size.
             shape: (sq, skv) in tokens; by default whole blocks, or the sum of the sizes.
             q_block_sizes: tokens of each query block where they differ: integers
-                (B, H, nq), (H, nq) or (nq,). Blocks follow each other without padding.
+                (B, H, nq), (H, nq) or (nq,). Blocks follow each other without padding; one of
+                size 0 is absent, and its row counts as empty.
             kv_block_sizes: the same for key blocks.
 
         Raises:
@@ -119,7 +158,9 @@ class BlockMask(BlockGrid):
             block_size,
             shape,
             (q_block_sizes, kv_block_sizes),
-            lambda: cls.from_dense(formats.to_host(mask, "mask")[0] != 0, block_size, shape),
+            lambda **given: cls.from_dense(
+                formats.to_host(mask, "mask")[0] != 0, block_size, shape, **given
+            ),
         )
         if over is not None:
             return over
@@ -164,8 +205,8 @@ class BlockMask(BlockGrid):
             block_size,
             shape,
             (q_block_sizes, kv_block_sizes),
-            lambda: cls.from_packed_bits(
-                formats.to_host(bits, "bits")[0], counts, block_size, shape
+            lambda **given: cls.from_packed_bits(
+                formats.to_host(bits, "bits")[0], counts, block_size, shape, **given
             ),
         )
         if over is not None:
@@ -223,7 +264,7 @@ class BlockMask(BlockGrid):
                 block_size,
                 shape,
                 (q_block_sizes, kv_block_sizes),
-                lambda: cls.from_csr(
+                lambda **given: cls.from_csr(
                     formats.to_host(indptr, "indptr")[0],
                     formats.to_host(indices, "indices")[0],
                     counts,
@@ -231,6 +272,7 @@ class BlockMask(BlockGrid):
                     shape,
                     batch=batch,
                     heads=heads,
+                    **given,
                 ),
             )
             if over is not None:
@@ -275,12 +317,13 @@ class BlockMask(BlockGrid):
             block_size,
             shape,
             (q_block_sizes, kv_block_sizes),
-            lambda: cls.from_lists(
+            lambda **given: cls.from_lists(
                 formats.to_host(indices, "indices")[0],
                 formats.to_host(counts, "counts")[0],
                 num_kv_blocks,
                 block_size,
                 shape,
+                **given,
             ),
         )
         if over is not None:
@@ -380,7 +423,7 @@ class BlockMask(BlockGrid):
             wrong(
                 "mask",
                 "a mask over an array in GPU memory",
-                "a snapshot, as those of host arrays, ragged blocks and token bits are",
+                "a snapshot, as those of host arrays and token bits are",
                 "build a new mask",
             )
         )
@@ -483,3 +526,33 @@ def _grid(
 ) -> BlockGrid:
     """The grid of uniform blocks, checked once for masks of one geometry."""
     return resolve_grid(num_blocks, *axes, block_size, shape, None, None)
+
+
+@lru_cache(maxsize=64)
+def _ragged_grid(
+    num_blocks: tuple[int, int],
+    axes: tuple[int, int],
+    block_size: tuple[int, int],
+    shape: tuple[int, int] | None,
+    q: KnownSizes | UnreadSizes | None,
+    kv: KnownSizes | UnreadSizes | None,
+) -> BlockGrid | None:
+    """The grid of blocks with sizes, with a stand-in for those in GPU memory.
+
+    None where the host has to read all: without a shape, or with blocks above the nominal size.
+    """
+    sizes: list[Any] = []
+    for side, count, most, tokens in zip(
+        (q, kv), num_blocks, block_size, shape or (None, None), strict=True
+    ):
+        if isinstance(side, UnreadSizes):
+            fits = side.operand.shape[2] == count and tokens is not None and most > 0
+            made = block_sizes.stand_in(side.axes, count, most, tokens or 0) if fits else None
+            if made is None:
+                return None
+            sizes.append(made)
+        else:
+            sizes.append(None if side is None else side.sizes)
+    grid = resolve_grid(num_blocks, *axes, block_size, shape, *sizes)
+    over = [most > nominal for most, nominal in zip(grid.max_block, block_size, strict=True)]
+    return None if True in over else grid

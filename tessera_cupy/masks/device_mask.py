@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tessera_cupy.masks.block_mask import BlockMask
-from tessera_cupy.masks.device_source import DeviceSource
+from tessera_cupy.masks.device_source import DeviceSource, RaggedLayout
 from tessera_cupy.masks.entries import Entries
 from tessera_cupy.masks.geometry import BlockGrid
 
@@ -111,3 +111,60 @@ class DeviceMask(BlockMask):
     @property
     def _run_coverage(self) -> float:
         return self.on_host()._run_coverage
+
+
+class UnreadMask(DeviceMask):
+    """A mask over GPU arrays whose blocks have sizes in GPU memory, on one side or both.
+
+    Of those sides only the number of blocks and the nominal size are known without a wait.
+    """
+
+    @property
+    def num_blocks(self) -> tuple[int, int]:
+        """(nq, nk): blocks on each side."""
+        return self._source.num_blocks
+
+    @property
+    def ragged_sides(self) -> tuple[bool, bool]:
+        """Whether blocks have sizes of their own, of the query and of the key side."""
+        q, kv = self._layout.sizes
+        return q is not None, kv is not None
+
+    @property
+    def unread_sides(self) -> tuple[bool, bool]:
+        """Sides whose sizes are in GPU memory."""
+        return self._layout.unread
+
+    @property
+    def max_block(self) -> tuple[int, int]:
+        """Rows and columns that a block has at most."""
+        return self._layout.most
+
+    @property
+    def q_block_sizes(self) -> NDArray[np.int32] | None:
+        """Of the snapshot, where they are in GPU memory."""
+        return self._sizes(0, "q_block_sizes")
+
+    @property
+    def kv_block_sizes(self) -> NDArray[np.int32] | None:
+        """Of the snapshot, where they are in GPU memory."""
+        return self._sizes(1, "kv_block_sizes")
+
+    def q_starts(self) -> NDArray[np.int64]:
+        """Of the snapshot, where sizes are in GPU memory."""
+        return self._start(0, self.q_block_sizes)
+
+    def kv_starts(self) -> NDArray[np.int64]:
+        """Of the snapshot, where sizes are in GPU memory."""
+        return self._start(1, self.kv_block_sizes)
+
+    def _sizes(self, side: int, name: str) -> NDArray[np.int32] | None:
+        # What the grid has of a side that was not read stands in for it.
+        known: NDArray[np.int32] | None = vars(self)[name]
+        return getattr(self.on_host(), name) if self.unread_sides[side] else known
+
+    @property
+    def _layout(self) -> RaggedLayout:
+        layout = self._source.layout.ragged
+        assert layout is not None
+        return layout

@@ -6,6 +6,7 @@ CuPy cannot take over) is None here, and the host reads it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +14,32 @@ from typing import Any
 import numpy as np
 
 from tessera_cupy import interop
+from tessera_cupy.masks.block_sizes import KnownSizes, UnreadSizes
 
 _BYTES = ("bool", "uint8", "int8")
 _COLUMNS = ("int32", "int64")
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedLayout:
+    """The blocks of a mask with sizes of their own; masks alike have one object.
+
+    Attributes:
+        sizes: of the query and of the key side; None where blocks are uniform.
+        most: tokens of a block at most, of each side.
+        shape: (sq, skv), tokens.
+        axes: (batch, heads) of the mask and the sizes together.
+    """
+
+    sizes: tuple[KnownSizes | UnreadSizes | None, KnownSizes | UnreadSizes | None]
+    most: tuple[int, int]
+    shape: tuple[int, int]
+    axes: tuple[int, int]
+
+    @property
+    def unread(self) -> tuple[bool, bool]:
+        """Sides whose sizes only the GPU knows."""
+        return isinstance(self.sizes[0], UnreadSizes), isinstance(self.sizes[1], UnreadSizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +52,9 @@ class SourceLayout:
             addresses nor owners.
         axes: (batch, heads) of the arrays.
         num_blocks: (nq, nk).
-        rows: rows of blocks over all heads.
+        rows: rows of blocks over all heads of the arrays.
         device: CUDA device ordinal.
+        ragged: where blocks have sizes of their own.
     """
 
     form: str
@@ -38,6 +63,14 @@ class SourceLayout:
     num_blocks: tuple[int, int]
     rows: int
     device: int
+    ragged: RaggedLayout | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all heads of the mask."""
+        if self.ragged is None:
+            return self.rows * self.num_blocks[1]
+        return math.prod(self.ragged.axes) * math.prod(self.num_blocks)
 
 
 @dataclass(eq=False, slots=True)
@@ -50,11 +83,16 @@ class DeviceSource:
             (B, H, nq, ceil(nk / 8)) bytes; lists: (B, H, nq, K) columns, and (B, H, nq) counts;
             csr: (nnz,) columns, and (rows + 1,) offsets. B and H may be missing.
         pointers: their addresses.
+        sizes: arrays of sizes in GPU memory that are operands too, of the query and the key side;
+            None where the host knows the sizes, or blocks are uniform.
+        size_pointers: their addresses, or 0.
     """
 
     layout: SourceLayout
     arrays: tuple[Any, ...]
     pointers: tuple[int, ...]
+    sizes: tuple[Any, Any] = (None, None)
+    size_pointers: tuple[int, int] = (0, 0)
 
     @property
     def axes(self) -> tuple[int, int]:
@@ -87,6 +125,41 @@ def csr(
 ) -> DeviceSource | None:
     """A flat CSR over all rows."""
     return _source(("csr", axes, num_blocks), (indices, indptr), _read_csr)
+
+
+def with_sizes(
+    source: DeviceSource,
+    given: tuple[KnownSizes | interop.Operand | None, KnownSizes | interop.Operand | None],
+    most: tuple[int, int],
+    shape: tuple[int, int],
+    axes: tuple[int, int],
+) -> DeviceSource:
+    """The same mask with blocks of these sizes; arguments as of :class:`RaggedLayout`."""
+    q, kv = (bare_sizes(sizes) for sizes in given)
+    key = source.layout, q, kv, most, shape, axes
+    layout = _ragged.get(key)
+    if layout is None:
+        if len(_ragged) >= _MOST_LAYOUTS:
+            _ragged.clear()
+        ragged = RaggedLayout((q, kv), most, shape, axes)
+        layout = _ragged[key] = replace(source.layout, ragged=ragged)
+    arrays, pointers = zip(
+        *[(s.owner, s.pointer) if isinstance(s, interop.Operand) else (None, 0) for s in given],
+        strict=True,
+    )
+    return DeviceSource(layout, source.arrays, source.pointers, arrays, pointers)
+
+
+def bare_sizes(
+    sizes: KnownSizes | interop.Operand | None,
+) -> KnownSizes | UnreadSizes | None:
+    """Sizes without their memory."""
+    if isinstance(sizes, interop.Operand):
+        return UnreadSizes(replace(sizes, pointer=0, owner=None))
+    return sizes
+
+
+_ragged: dict[Any, SourceLayout] = {}
 
 
 def _source(

@@ -49,7 +49,17 @@ class BlockGrid:
     @property
     def ragged(self) -> bool:
         """True when blocks of either side have sizes of their own."""
-        return self.q_block_sizes is not None or self.kv_block_sizes is not None
+        return True in self.ragged_sides
+
+    @property
+    def ragged_sides(self) -> tuple[bool, bool]:
+        """Whether blocks have sizes of their own, of the query and of the key side."""
+        return self.q_block_sizes is not None, self.kv_block_sizes is not None
+
+    @property
+    def unread_sides(self) -> tuple[bool, bool]:
+        """Ragged sides whose sizes are in GPU memory; of them only the nominal block is known."""
+        return False, False
 
     @property
     def max_block(self) -> tuple[int, int]:

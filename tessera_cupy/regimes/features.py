@@ -63,11 +63,11 @@ class Features:
         ... ).density
         0.75
         """
-        q_sizes, kv_sizes = mask.q_block_sizes, mask.kv_block_sizes
+        block_q, block_kv = mask.max_block
         return cls(
-            block_q=mask.block_size[0] if q_sizes is None else int(q_sizes.max(initial=0)),
-            block_kv=mask.block_size[1] if kv_sizes is None else int(kv_sizes.max(initial=0)),
-            ragged=q_sizes is not None or kv_sizes is not None,
+            block_q=block_q,
+            block_kv=block_kv,
+            ragged=mask.ragged,
             token_bits=mask.has_token_bits,
             dtype=dtype,
             head_dim=head_dim,

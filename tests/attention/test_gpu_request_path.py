@@ -121,6 +121,100 @@ def test_the_gpu_makes_the_host_s_arrays(request_of: Any, builds: list[Any]) -> 
         assert raw.tobytes() == packed.tobytes(), name
 
 
+#: Plan and rows of a block; cubes of 4 x 4 x 4 in 5 x 6 x 7 tokens, and text, or multiples of 8.
+RAGGED = {
+    "retain": (MMA, 64, [64, 48, 32, 24, 16, 12, 8, 6, 64, 64, 13]),
+    "split": (PLANS["split"][0], 128, [128, 96, 0, 48, 1, 127, 65]),
+    "share": (PLANS["share"][0], 64, [64, 32, 0, 16, 64, 8, 64, 20]),
+    "merge": (PLANS["merge"][0], 64, [64, 32, 0, 16, 64, 8, 64, 20]),
+    "retain, wgmma": ("attend_wgmma/q128k192/retain-pack/longest+split", 128, [128, 7, 0, 96]),
+    "share, wgmma": ("attend_wgmma/q128k192/share-pack/longest+split", 64, [64, 40, 64, 0, 33]),
+}
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_blocks_are_planned_on_the_gpu(
+    gpu: Any, case: Any, rng: Any, builds: list[Any], name: str, where: str
+) -> None:
+    regime, block, q = RAGGED[name]
+    if "wgmma" in name and gpu.arch.name != "sm_90a":
+        pytest.skip("attend_wgmma is a kernel of sm_90a")
+    kv = np.array([rng.permutation(np.arange(300) % 65) for _ in range(4)])
+    blocks = rng.random((1, 4, len(q), 300)) < rng.choice([0.1, 0.5, 0.95], (1, 4, len(q), 1))
+    shape = (sum(q), int(kv[0].sum()))
+    sizes = {"q_block_sizes": np.array(q), "kv_block_sizes": kv}
+    host = BlockMask.from_dense(blocks, (block, 64), shape, **sizes)
+    made = case(host, batch=2, kv_heads=2, shared=2, dtype="bfloat16", rng=rng)
+    arrays = [gpu.cupy.asarray(x) for x in made.arrays]
+    if where == "gpu":
+        sizes["kv_block_sizes"] = gpu.cupy.asarray(kv)
+        if name.split(",")[0] in ("retain", "split"):
+            sizes["q_block_sizes"] = gpu.cupy.asarray(np.array(q, np.int32))
+    mask = BlockMask.from_dense(gpu.cupy.asarray(blocks), (block, 64), shape, **sizes)
+    gpu.poison()
+    out, lse = block_sparse_attention(*arrays, mask, regime=regime, return_lse=True)
+    made.check_kernel(gpu.cupy.asnumpy(out), gpu.cupy.asnumpy(lse), name)
+    assert len(builds) == 1
+    plan = make_plan(mask, *arrays, regime=regime)
+    plan.run(*arrays)
+    plan.check()
+    counts = gpu.cupy.ndarray((8,), np.int64, _memory(gpu.cupy, builds[-1].counts)).get()
+    tiles, tasks = plan.tiles(), plan.tasks()
+    assert counts[:5].tolist() == [
+        *(len(tiles.frag_start), len(tasks), len(tasks.merge_tile), tasks.slots, 0)
+    ]
+    frags = gpu.cupy.ndarray((counts[0], 2), np.uint32, _memory(gpu.cupy, builds[-1].fragments))
+    np.testing.assert_array_equal(frags.get(), packed_fragments(tiles))
+
+
+def test_replays_follow_sizes_in_gpu_memory(gpu: Any, case: Any, rng: Any) -> None:
+    cupy = gpu.cupy
+    q, kv = np.array([64, 13, 0, 40, 64]), rng.permutation(np.arange(130) % 65)
+    shape, blocks = (int(q.sum()), int(kv.sum())), rng.random((1, 2, 5, 130)) < 0.4
+    of_gpu = {"q_block_sizes": cupy.asarray(q), "kv_block_sizes": cupy.asarray(kv)}
+    mask = BlockMask.from_dense(cupy.asarray(blocks), (64, 64), shape, **of_gpu)
+    sizes = {"q_block_sizes": q, "kv_block_sizes": kv}
+    made = case(BlockMask.from_dense(blocks, (64, 64), shape, **sizes), dtype="float16", rng=rng)
+    arrays = [cupy.asarray(x) for x in made.arrays]
+    out = cupy.empty_like(arrays[0])
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        block_sparse_attention(*arrays, mask, regime=MMA, out=out)
+        stream.synchronize()
+        stream.begin_capture()
+        block_sparse_attention(*arrays, mask, regime=MMA, out=out)
+        graph = stream.end_capture()
+        for _ in range(3):
+            for name, array in of_gpu.items():
+                rng.shuffle(sizes[name])
+                array.set(sizes[name], stream=stream)
+            graph.launch(stream)
+            stream.synchronize()
+            host = BlockMask.from_dense(blocks, (64, 64), shape, **sizes)
+            expected = type(made)(host, *made.arrays, made.layout)
+            expected.check_kernel(cupy.asnumpy(out), label="a replay")
+
+
+@pytest.mark.parametrize("sizes", [[64, 65, -1, 2], [1, 0, 0, 0], [2**40, -(2**40), 64, 64]])
+@pytest.mark.parametrize("side", ["q", "kv"])
+def test_bad_sizes_are_reported(gpu: Any, case: Any, rng: Any, side: str, sizes: Any) -> None:
+    cupy, blocks = gpu.cupy, np.ones((1, 2, 4, 4), bool)
+    shape = (130, 250) if side == "q" else (250, 130)
+    given = {f"{side}_block_sizes": cupy.asarray(np.array(sizes))}
+    mask = BlockMask.from_dense(cupy.asarray(blocks), (64, 64), shape, **given)
+    host = BlockMask.from_dense(
+        np.ones((1, 2, -(-shape[0] // 64), -(-shape[1] // 64)), bool), (64, 64), shape
+    )
+    made = case(host, dtype="float16", rng=rng)
+    arrays = [cupy.asarray(x) for x in made.arrays]
+    plan = make_plan(mask, *arrays, regime=MMA)
+    plan.run(*arrays)
+    with pytest.raises(ValueError, match="block size"):
+        plan.check()
+    with pytest.raises(ValueError, match=f"`{side}_block_sizes`"):
+        mask.check()
+
+
 def _memory(cupy: Any, part: Any) -> Any:
     owner = cupy.cuda.UnownedMemory(part.data.ptr, part.nbytes, None)
     return cupy.cuda.MemoryPointer(owner, 0)

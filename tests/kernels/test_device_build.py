@@ -14,7 +14,13 @@ import pytest
 
 from tessera_cupy.interop import Operand
 from tessera_cupy.kernels import device_build
-from tessera_cupy.kernels.builders import MASK_STATE_PARAMS, TILE_POINTERS, TILES_PARAMS, TileBuild
+from tessera_cupy.kernels.builders import (
+    MASK_STATE_PARAMS,
+    STATE_POINTERS,
+    TILE_POINTERS,
+    TILES_PARAMS,
+    TileBuild,
+)
 from tessera_cupy.kernels.catalog import TILE_KERNELS
 from tessera_cupy.kernels.launch import DevicePlan
 from tessera_cupy.mapping import TileShape
@@ -37,6 +43,7 @@ SIZES = TileBuild(
     frag_capacity=0,
 )
 VALUES = Operand(0, (1, 2, 8, 15), (240, 120, 15, 1), "bool", 0, None)
+WRITTEN = TILE_POINTERS[len(STATE_POINTERS) :]
 LAYOUT = SourceLayout("dense", (VALUES,), (1, 2), (8, 15), 16, 0)
 
 
@@ -99,7 +106,7 @@ def test_a_plan_has_one_allocation_of_arrays_that_do_not_meet(launches: Launches
     (nbytes,) = launches.asked
     made = device_build._build_launch(SIZES, SIZES.most_fragments, "sm_90a").layout.build
     sizes = {n: int(np.prod(shape)) * t.itemsize for n, (shape, t) in made.arrays().items()}
-    places = [(int(tiles[name]), sizes[name]) for name in TILE_POINTERS[1:]]
+    places = [(int(tiles[name]), sizes[name]) for name in WRITTEN]
     places += [(int(state["bitmap"]), 16 * 4), (int(state["row_count"]), 16 * 4)]
     places += [(int(state["scalars"]), 64)]
     places.sort()
@@ -109,7 +116,7 @@ def test_a_plan_has_one_allocation_of_arrays_that_do_not_meet(launches: Launches
         assert following % 256 == 0
     assert sum(places[-1]) <= (1 << 20) + nbytes
     assert launches.zeroed == [(int(state["scalars"]), 64)]
-    assert tiles["bitmap"] == state["bitmap"]
+    assert [tiles[name] for name in STATE_POINTERS] == [state["bitmap"], 0, 0]
     assert plan.scalars.ptr == state["scalars"]
     names = {"fragments": "frags"} | {
         name: name
@@ -135,7 +142,7 @@ def test_every_address_is_followed(launches: Launches) -> None:
         assert state["values"] == mask
         for name in ("bitmap", "row_count", "scalars"):
             assert state[name] == first[1][name] + moved
-        for name in TILE_POINTERS:
+        for name in ("bitmap", *WRITTEN):
             assert tiles[name] == first[2][name] + moved
         assert plan.tasks.ptr == first[0].tasks.ptr + moved
         assert plan.scalars.ptr == first[0].scalars.ptr + moved

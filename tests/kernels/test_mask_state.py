@@ -28,7 +28,9 @@ from tessera_cupy.kernels.specialise import source as source_of
 from tests.emulator.emulator import KERNELS_VARIABLE, Array, build_source, call, compiler
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to build the emulator with")
-OUT_OF_RANGE, DUPLICATE, CAPACITY, BAD_COUNT = (1 << bit for bit in range(len(MASK_ERRORS)))
+OUT_OF_RANGE, DUPLICATE, CAPACITY, BAD_COUNT, BAD_SIZE, BAD_TOTAL = (
+    1 << bit for bit in range(len(MASK_ERRORS))
+)
 
 Blocks = NDArray[np.bool_]
 

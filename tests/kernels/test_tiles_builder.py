@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from tessera_cupy import BlockMask
 from tessera_cupy.kernels import room
-from tessera_cupy.kernels.builders import TILE_COUNTS, TILES_PARAMS, TileBuild, divisor
+from tessera_cupy.kernels.builders import (
+    STATE_POINTERS,
+    TILE_COUNTS,
+    TILE_POINTERS,
+    TILES_PARAMS,
+    TileBuild,
+    divisor,
+)
 from tessera_cupy.kernels.cache import default_cache
 from tessera_cupy.kernels.catalog import TILE_KERNELS, builder
 from tessera_cupy.kernels.launch import packed_fragments, packed_tasks
@@ -63,11 +70,15 @@ class Request:
         made = TileBuild(
             self.q_side,
             TileShape(q, kv, self.slot or choose_slot(self.mask, kv)),
-            self.mask.block_size,
+            self.mask.max_block,
             sq=self.mask.shape[0],
             skv=self.mask.shape[1],
             device=self.device,
             frag_capacity=0,
+            ragged=tuple(
+                blocks if own else None
+                for blocks, own in zip(self.mask.num_blocks, self.mask.ragged_sides, strict=True)
+            ),
             **self.heads,
         )
         room = made.most_fragments if frag_capacity is None else frag_capacity
@@ -86,21 +97,32 @@ class Runner:
     folder: Path
     seed: int = 1
 
-    def __call__(self, made: TileBuild, blocks: Blocks) -> dict[str, NDArray[Any]]:
+    def __call__(
+        self, made: TileBuild, blocks: Blocks, mask: BlockMask | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """``mask`` says where the blocks of ragged sides begin."""
         self.seed += 1
         shapes = made.arrays()
         sizes = {n: int(np.prod(shape)) * dtype.itemsize for n, (shape, dtype) in shapes.items()}
-        bitmap = packed_bitmap(blocks)
-        sizes["bitmap"] = bitmap.nbytes
+        inputs: dict[str, NDArray[Any]] = {"bitmap": packed_bitmap(blocks)}
+        if mask is not None:
+            starts = (mask.q_starts(), mask.kv_starts())
+            for name, own, of in zip(STATE_POINTERS[1:], mask.ragged_sides, starts, strict=True):
+                if own:
+                    inputs[name] = of.astype(np.int32)
+        sizes |= {name: values.nbytes for name, values in inputs.items()}
         arrays = {
             name: Array(name, size, at_end=bool((self.seed + i) % 2) and size % 16 == 0)
             for i, (name, size) in enumerate(sizes.items())
         }
-        arrays["bitmap"].bytes[:] = bitmap.reshape(-1).view(np.uint8)
-        arrays["bitmap"].seal()
-        params = made.params({name: array.data.ptr for name, array in arrays.items()}, STAMP)
+        for name, values in inputs.items():
+            arrays[name].bytes[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            arrays[name].seal()
+        pointers = dict.fromkeys(STATE_POINTERS, 0)
+        pointers |= {name: array.data.ptr for name, array in arrays.items()}
+        params = made.params(pointers, STAMP)
         for name in TILE_KERNELS:
-            config = builder(ARCH, name)
+            config = builder(ARCH, f"{name}_ragged" if made.ragged != (None, None) else name)
             library = build(config, self.folder)
             grid, threads = (made.grid(config),), 32 * config.warps
             error = call(library, params, grid, threads, config.smem_bytes, self.seed)
@@ -192,9 +214,27 @@ def check_tasks(got: dict[str, NDArray[Any]], tiles: Tiles, tasks: Tasks) -> Non
     assert np.array_equal(got["merge_offsets"][: merges + 1], tasks.merge_offsets)
 
 
+def with_rows(got: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """What was made, without the tiles that have no rows; those have no fragments and no task."""
+    kept = got["tile_q"][:, 1] > 0
+    assert not got["tile_frags"][~kept].any()
+    assert not got["tile_steps"][~kept].any()
+    merges = got["counts"][TILE_COUNTS.index("merges")]
+    assert kept[got["merge_tile"][:merges]].all()
+    number = np.cumsum(kept) - 1
+    return got | {
+        "frag_offsets": np.append(got["frag_offsets"][:-1][kept], got["frag_offsets"][-1]),
+        "merge_tile": np.append(number[got["merge_tile"][:merges]], got["merge_tile"][merges:]),
+        **{name: got[name][kept] for name in ("tile_q", "tile_frags", "tile_steps")},
+    }
+
+
 def check(run: Runner, request: Request, blocks: Blocks) -> Tasks:
     tiles, tasks = request.planned()
-    got = run(request.build(), blocks)
+    mask = request.mask
+    got = run(request.build(), blocks, mask)
+    if mask.ragged_sides[0]:
+        got = with_rows(got)
     check_lists(got, tiles)
     check_tasks(got, tiles, tasks)
     return tasks
@@ -322,7 +362,7 @@ def test_more_groups_of_heads_than_warps(run: Runner) -> None:
     mask = masked(blocks, (64, 64))
     request = Request(mask, "retain", (64, 64), batch=3, q_heads=26, kv_heads=13)
     made = request.build()
-    params = made.params(dict.fromkeys(("bitmap", *made.arrays()), 0)).view(TILES_PARAMS)
+    params = made.params(dict.fromkeys(TILE_POINTERS, 0)).view(TILES_PARAMS)
     assert -(-params["pairs"] // params["group_pairs"]) == 3 * 13
     check(run, request, blocks)
 
@@ -345,6 +385,81 @@ def test_last_round_is_cut_in_its_group_where_a_tenth_is_gained(
 ) -> None:
     tasks = check(run, *last_round(neighbour))
     assert len(tasks) == 10 + parts
+
+
+Sizes = NDArray[np.int64]
+
+
+def random_sizes(rng: np.random.Generator, shape: tuple[int, ...], most: int, step: int) -> Sizes:
+    """Multiples of ``step`` from 0 to ``most``, with the same sum in each head."""
+    first = rng.integers(0, most // step + 1, shape[-1]) * step
+    first[rng.random(shape[-1]) < 0.2] = 0
+    first[rng.integers(shape[-1])] = most
+    return np.stack([rng.permutation(first) for _ in range(shape[0])])
+
+
+def edge_sizes(rng: np.random.Generator, shape: tuple[int, ...], most: int, step: int) -> Sizes:
+    """Cubes of 4 x 4 x 4 in 5 x 6 x 7 tokens, and text."""
+    cubes = [t * h * w for t in (4, 1) for h in (4, 2) for w in (4, 3)]
+    return np.tile([*cubes, 64, 64, 13], (shape[0], 1))
+
+
+def ragged(blocks: Blocks, rng: np.random.Generator, kind: Any, step: int, sides: str) -> BlockMask:
+    sizes = {
+        f"{side}_block_sizes": kind(rng, (len(blocks), blocks.shape[axis]), 64, step)
+        for side, axis in (("q", 1), ("kv", 2))
+        if side in sides
+    }
+    return BlockMask.from_dense(blocks, (64, 64), **sizes)
+
+
+@pytest.mark.parametrize("sides", ["q", "kv", "q and kv"])
+@pytest.mark.parametrize("kind", [random_sizes, edge_sizes])
+def test_ragged_blocks(run: Runner, kind: Any, sides: str) -> None:
+    rng = np.random.default_rng(sum(map(ord, sides)))
+    served: set[str] = set()
+    for step in (1, 8):
+        nq, nk = (11, 11) if kind is edge_sizes else (17, 75)
+        mask = ragged(random_blocks(step, 3, nq, nk), rng, kind, step, sides)
+        blocks = mask.to_dense()[0]
+        for q_side in Q_SIDES:
+            for tile in ((32, 64), (64, 64), (128, 192)):
+                for slot in (None, 8, 64):
+                    if why_not(Mapping(q_side, "pack"), mask, *tile) is None:
+                        check(run, Request(mask, q_side, tile, slot=slot), blocks)
+                        served.add(q_side)
+    joined = {"merge", "share"} if "q" not in sides or kind is random_sizes else set()
+    assert served == {"retain", "split", *joined}
+
+
+def test_ragged_lists_are_split_and_merged(run: Runner) -> None:
+    """Absent blocks count for nothing where tiles are cut, and where the last round is."""
+    rng = np.random.default_rng(3)
+    cut = set()
+    for _ in range(6):
+        blocks = rng.random((2, 30, 300)) < rng.choice([0.02, 0.9], (2, 30, 1))
+        mask = ragged(blocks, rng, random_sizes, 1, "q and kv")
+        device = DeviceModel(int(rng.integers(2, 40)), 1, int(rng.choice([0, 1 << 30])))
+        for q_side, tile in (("retain", (64, 64)), ("split", (16, 64))):
+            request = Request(mask, q_side, tile, batch=2, q_heads=2, device=device)
+            tasks = check(run, request, mask.to_dense()[0])
+            cut |= set(np.diff(tasks.merge_offsets).tolist())
+    assert cut >= {2, 3}
+
+
+def test_room_for_ragged_blocks_is_enough() -> None:
+    rng = np.random.default_rng(4)
+    for step in (1, 8):
+        mask = ragged(np.ones((2, 9, 70), np.bool_), rng, random_sizes, step, "q and kv")
+        for slot in (8, 32, 64):
+            for q_side, tile in (("retain", (64, 64)), ("split", (32, 64)), ("share", (128, 64))):
+                if why_not(Mapping(q_side, "pack"), mask, *tile) is None:
+                    request = Request(mask, q_side, tile, slot=slot)
+                    made, (tiles, _) = request.build(), request.planned()
+                    assert len(tiles) <= made.tiles
+                    fragments = len(tiles.frag_start)
+                    assert fragments <= made.most_fragments
+                    assert fragments <= made.fragments_of(mask.nnz)
 
 
 def random_request(seed: int) -> tuple[Request, Blocks]:
@@ -453,7 +568,7 @@ def test_parts_of_the_last_round_that_do_not_fit_are_flagged(run: Runner) -> Non
     check_tasks(run(Tight(**sizes, tasks=12), blocks), *request.planned())
 
 
-@pytest.mark.parametrize("kernel", TILE_KERNELS)
+@pytest.mark.parametrize("kernel", [*TILE_KERNELS, *[f"{name}_ragged" for name in TILE_KERNELS]])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_kernels_compile_without_spills(arch: str, kernel: str) -> None:
     path = default_cache().build(builder(arch, kernel))
