@@ -557,7 +557,7 @@ def _launch(
     permutation = Permutation(
         *sizes,
         orders=copies[0][0].data.ptr,
-        order_count=len(orders.orders),
+        order_count=orders.orders.shape[0],
         choice=choice,
         inverse=inverse,
         only=only,

@@ -272,10 +272,13 @@ class TokenKernel(NamedTuple):
 
 #: Kernels around the attention, by the name of their source: orders, and the rules of sparsifiers.
 TOKEN_KERNELS: dict[str, TokenKernel] = {
+    "alike_rows": TokenKernel((), 8, 4, "a warp a row, which goes over it twice"),
+    "alike_weights": TokenKernel((), 8, 1, "a thread a block: there is little to do"),
     "antidiagonal_scores": TokenKernel(
         ("fp16", "bf16"), 8, 2, "64 x 32 of a product a warp; the other CTA computes at a barrier"
     ),
     "antidiagonal_sums": TokenKernel((), 8, 4, "a warp a row of logarithms, of 8 or 16 rows"),
+    "centre_tokens": TokenKernel(("fp16", "bf16"), 8, 4, "16 bytes a thread, as far as they go"),
     "cluster_pieces": TokenKernel((), 8, 1, "a CTA a head, as its sums run over all clusters"),
     "expand_pieces": TokenKernel((), 8, 4, "a CTA a row of the mask; four bytes a thread"),
     "directions": TokenKernel((), 16, 1, "a CTA a head, as its keys are summed: little to read"),

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
-from tessera_cupy.sparsifiers import cubes, fixed
+from tessera_cupy.sparsifiers import cubes
 from tessera_cupy.sparsifiers.cubes import Cubes, Window
 from tessera_cupy.sparsifiers.scoring import keep_mass, pool, scores
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
@@ -62,8 +62,7 @@ def select(
     """
     checked_inputs(q, k, grid)
     cut = cubes.cut(grid, _TILE)
-    device = None if isinstance(q, np.ndarray) else int(q.device.id)
-    always = _always(cut, None if window is None else _checked(window, cut.across), device)
+    always = _always(cut, None if window is None else _checked(window, cut.across))
     queries, keys = (pool(x, cut.blocks, "mean", orders=cut.orders) for x in (q, k))
     score = scores(queries, cut.hide_text(keys), scale=1 / math.sqrt(q.shape[3]))
     return Selection(cut.mask(keep_mass(score, mass, always=always)), cut.orders)
@@ -79,15 +78,16 @@ def _checked(window: Window, across: Window) -> Window:
 
 
 @lru_cache(maxsize=16)
-def _always(cut: Cubes, window: Window | None, device: int | None) -> Any:
-    """(n, n) bool, what is kept whatever its mass; None where that is nothing."""
+def _always(cut: Cubes, window: Window | None) -> NDArray[np.bool_] | None:
+    """(n, n) bool, what is kept whatever its mass, made once; None where that is nothing."""
     if window is None and cut.tiles == len(cut.sizes):
         return None
     video = np.zeros((cut.tiles, cut.tiles), np.bool_)
     if window is not None:
         video = near(cut.across, window)
     kept = cut.with_text(video)
-    return kept if device is None else fixed.copied_to(device, kept)
+    kept.setflags(write=False)
+    return kept
 
 
 def near(across: Window, window: Window) -> NDArray[np.bool_]:

@@ -10,32 +10,36 @@ and each row keeps, by falling ``p``, as many blocks as their sum stays at most 
 least; or, with ``top_k``, that share of the blocks. Key blocks that are not alike are kept by all
 rows, and the rows of query blocks that are not alike keep all.
 
+On a GPU types wider than 16 bits are rounded to float16 where the likeness of keys is measured.
+
 Source: SpargeAttn, arXiv 2502.18137, and its code: the cdf 0.98 with the similarity 0.6, or the
-top-k 0.5 with -0.1. The code leaves tokens in raster order; the paper puts them along a Hilbert
-curve too, which makes blocks more alike. Text is treated as all tokens are.
+top-k 0.5 with -0.1. The paper puts tokens along a Hilbert curve, which makes blocks alike; the code
+leaves them in raster order. Text is treated as all tokens are.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from tessera_cupy.errors import wrong
+from tessera_cupy.gpus import arch_of
+from tessera_cupy.kernels import alike as kernels
+from tessera_cupy.kernels import token_rows
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.permute import TokenOrders
 from tessera_cupy.sparsifiers import fixed
-from tessera_cupy.sparsifiers.scoring import keep_mass, keep_top, likeness, pool, scores
-from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
+from tessera_cupy.sparsifiers.scoring import keep_mass, likeness, pool, scores
+from tessera_cupy.sparsifiers.selection import Selection, checked_inputs, memory
 from tessera_cupy.video import VideoGrid
 
 BLOCK_SIZE = (128, 64)
-ORDERS = ("raster", "hilbert")
-
-# A score without weight; finite, so that a row of nothing else has a softmax.
-_NOTHING = np.float32(-1e30)
+ORDERS = ("hilbert", "raster")
 
 
 def select(
@@ -46,7 +50,7 @@ def select(
     cdf: float = 0.98,
     top_k: float | None = None,
     similarity: float = 0.6,
-    order: str = "raster",
+    order: str = "hilbert",
 ) -> Selection:
     """Choose the blocks by their means, and keep those that a mean does not stand for.
 
@@ -57,7 +61,7 @@ def select(
         cdf: share of a row's softmax that the kept blocks do not exceed, 0 to 1; 1 keeps all.
         top_k: in its place the share of the key blocks that each row keeps, 0 to 1.
         similarity: mean cosine similarity, -1 to 1, that the tokens of a block must exceed.
-        order: ``"raster"``, or ``"hilbert"``, which needs the extra ``video``.
+        order: ``"hilbert"``, which needs the extra ``video``, or ``"raster"``.
 
     Returns:
         A selection of uniform blocks, whose mask has a batch and head axis like ``q``'s.
@@ -68,40 +72,75 @@ def select(
         MissingExtraError: numpy-hilbert-curve, for that order, is not installed.
 
     >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 4 * 16 * 16, 32))
-    >>> select(q, k, VideoGrid(4, 16, 16), top_k=0.5, similarity=-0.1).mask.density()
+    >>> select(
+    ...     q, k, VideoGrid(4, 16, 16), top_k=0.5, similarity=-0.5, order="raster"
+    ... ).mask.density()
     0.5
     """
-    xp = checked_inputs(q, k, grid)
+    checked_inputs(q, k, grid)
     _check(cdf, top_k, similarity, order)
     orders = _orders(grid, order)
     bq, bkv = BLOCK_SIZE
-    centred = k.astype(xp.float32) - pool(k, grid.tokens, "mean")
-    alike_q = likeness(q, bq, orders=orders) > similarity
-    alike_k = likeness(centred, bkv, orders=orders) > similarity
+    centred = _centred(k, pool(k, grid.tokens, "mean"))
+    alike = likeness(q, bq, orders=orders), likeness(centred, bkv, orders=orders)
     means = pool(q, bq, "mean", orders=orders), pool(k, bkv, "mean", orders=orders)
     score = scores(*means, scale=1 / math.sqrt(q.shape[3]))
-    score = xp.where(alike_k[:, :, None, :], score, _NOTHING)
+    weights = _weights(alike[1], similarity)
     if top_k is not None:
-        kept = keep_top(score, int(top_k * score.shape[3]))
+        count = int(top_k * score.shape[3])
+        kept = keep_mass(score, 0, weights=weights, least=count)
     else:
-        kept = _within(keep_mass(score, cdf), score, cdf, xp)
-    kept |= ~alike_q[:, :, :, None]
-    kept |= ~alike_k[:, :, None, :]
+        kept = keep_mass(score, cdf, weights=weights)
+    gives_up = top_k is None and cdf < 1
+    _finish_rows(kept, score, alike, similarity, gives_up)
     mask = BlockMask.from_dense(kept, BLOCK_SIZE, (grid.tokens, grid.tokens))
     return Selection(mask, orders)
 
 
-def _within(kept: Any, score: Any, mass: float, xp: Any) -> Any:
-    """Rows without the block with which their sum passes the mass, where they keep another."""
-    if mass == 1:
-        return kept
-    columns = kept.shape[3]
-    lowest = xp.where(kept, score, xp.float32(np.inf))
-    # The last of the lowest ones, as ties are kept from the lower column on.
-    last = columns - 1 - lowest[..., ::-1].argmin(axis=-1)
-    several = kept.sum(axis=-1) > 1
-    passing = xp.arange(columns) == last[..., None]
-    return kept & ~(passing & several[..., None])
+def _centred(k: Any, mean: Any) -> Any:
+    """Keys without their mean over all tokens, in their own type."""
+    if isinstance(k, np.ndarray):
+        return (k.astype(np.float32) - mean).astype(k.dtype)
+    kept = memory()
+    with _gpu_of(k) as arch:
+        return kernels.centred(token_rows.packed(k, kept), mean, arch=arch, memory=kept)
+
+
+def _weights(alike: Any, similarity: float) -> Any:
+    """1 for blocks that are alike, 0 for others."""
+    if isinstance(alike, np.ndarray):
+        return (alike > np.float32(similarity)).astype(np.float32)
+    with _gpu_of(alike) as arch:
+        return kernels.weights(alike, similarity, arch=arch, memory=memory())
+
+
+def _finish_rows(
+    kept: Any, score: Any, alike: tuple[Any, Any], similarity: float, gives_up: bool
+) -> None:
+    """In place: take the block with which a row's sum passes the mass, add those not alike."""
+    if not isinstance(kept, np.ndarray):
+        with _gpu_of(kept) as arch:
+            kernels.finish_rows(kept, score, alike, similarity, gives_up, arch=arch)
+        return
+    if gives_up:
+        lowest = np.where(kept, score, np.float32(np.inf))
+        # Of equals the last one, as ties are kept from the lower column on.
+        last = kept.shape[3] - 1 - lowest[..., ::-1].argmin(axis=-1)[..., None]
+        several = kept.sum(axis=-1, keepdims=True) > 1
+        there = np.take_along_axis(kept, last, axis=-1)
+        np.put_along_axis(kept, last, there & ~several, axis=-1)
+    alike_q, alike_k = (found > np.float32(similarity) for found in alike)
+    kept |= ~alike_q[:, :, :, None]
+    kept |= ~alike_k[:, :, None, :]
+
+
+@contextmanager
+def _gpu_of(x: Any) -> Iterator[str]:
+    """Make an array's GPU current, and name its architecture."""
+    import cupy
+
+    with cupy.cuda.Device(x.device.id):
+        yield arch_of(int(x.device.id)).name
 
 
 def _check(cdf: float, top_k: float | None, similarity: float, order: str) -> None:

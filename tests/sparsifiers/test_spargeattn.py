@@ -64,7 +64,7 @@ RULES: list[dict[str, Any]] = [
 def test_the_formula(grid: VideoGrid, rule: dict[str, Any]) -> None:
     rng = np.random.default_rng(grid.tokens)
     q, k = clustered(grid.tokens, rng), clustered(grid.tokens, rng)
-    made = spargeattn.select(q, k, grid, **rule).mask.to_dense()
+    made = spargeattn.select(q, k, grid, **rule, order="raster").mask.to_dense()
     for b, h in np.ndindex(2, 2):
         wide_q, wide_k = q[b, h].astype(np.float64), k[b, h].astype(np.float64)
         expected = by_the_formula(
@@ -80,9 +80,11 @@ def test_blocks_may_lie_along_a_curve() -> None:
     q, k = clustered(grid.tokens, rng), clustered(grid.tokens, rng)
     chosen = spargeattn.select(q, k, grid, order="hilbert")
     assert chosen.orders.host().tolist() == [[grid.curve_order("hilbert").tolist()]]
-    same = spargeattn.select(chosen.permute(q), chosen.permute(k), grid)
+    same = spargeattn.select(chosen.permute(q), chosen.permute(k), grid, order="raster")
     assert (chosen.mask.to_dense() == same.mask.to_dense()).all()
-    assert spargeattn.select(q, k, grid).permute(q) is q
+    assert spargeattn.select(q, k, grid, order="raster").permute(q) is q
+    default = spargeattn.select(q, k, grid)
+    assert (default.orders.host() == chosen.orders.host()).all()
 
 
 def test_a_block_past_the_cdf_stays_out_unless_it_is_the_only_one() -> None:
@@ -91,7 +93,9 @@ def test_a_block_past_the_cdf_stays_out_unless_it_is_the_only_one() -> None:
     q[..., 0] = 4
     k[0, 0, :, 0] = np.repeat(np.log([6.0, 3, 1]), 64)
     for cdf, row in [(0.5, [1, 0, 0]), (0.89, [1, 0, 0]), (0.91, [1, 1, 0]), (1.0, [1, 1, 1])]:
-        mask = spargeattn.select(q, k, VideoGrid(1, 12, 16), cdf=cdf, similarity=0.1).mask
+        mask = spargeattn.select(
+            q, k, VideoGrid(1, 12, 16), cdf=cdf, similarity=0.1, order="raster"
+        ).mask
         assert mask.to_dense().astype(int).tolist() == [[[row, row]]]
 
 
