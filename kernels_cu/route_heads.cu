@@ -1,14 +1,18 @@
 // Each head's route: the pattern under which its sampled queries come closer to dense attention.
 //
-//   error[head, r] = sum over rows and channels of (O_r - O_dense)^2,  r = 0, 1
+// The keys of a query are in four classes, 0: of both patterns, 1: of pattern 0 alone, 2: of
+// pattern 1 alone, 3: of neither. With O_c and L_c, the attention over class c and its LSE,
+//
+//   O_S = sum of e^L_c O_c / sum of e^L_c  over the classes c of a set S
+//   error[head, r] = sum over rows and channels of (O_r - O_all)^2,  O_0 of {0, 1}, O_1 of {0, 2}
 //   route[head] = 1 where error[head, 1] < error[head, 0], else 0
 //
-// o is (heads, 3, rows, head_dim): dense, pattern 0, pattern 1; the rows of pattern 1 are in an
-// order of their own, row i of it is row places[i] of the others. A CTA a head, 16 bytes a thread;
-// sums are taken in one fixed order, so that a route is repeatable. Shared memory: two sums a warp.
+// so that each product of a query and a key is computed once. A CTA a head, eight channels a
+// thread; sums are taken in one fixed order, so that a route is repeatable. Shared memory: two sums
+// a warp.
 //
-// Expected on an H200, a prediction: 40 heads x 3 x 768 x 128 x 2 bytes, 24 MB by 40 CTAs of 1,024
-// threads with 16 KB in flight each, 7 us.
+// Expected on an H200, a prediction: 40 heads x 4 x 640 x 128 x 2 bytes, 26 MB by 40 CTAs of 1,024
+// threads with 64 KB in flight each, 8 us.
 #pragma once
 
 #include "common/builders.cuh"
@@ -17,38 +21,25 @@
 
 namespace tessera {
 
+inline constexpr int kClasses = 4;
+
 struct RouteHeadsParams {
-  const void* o;      // contiguous, on 16 bytes
-  const i32* places;  // (rows)
-  i32* route;         // (heads)
-  float* errors;      // (heads, 2)
+  const void* o;     // (heads, kClasses, rows, head_dim), contiguous, on 16 bytes
+  const float* lse;  // (heads, kClasses, rows); -inf where a class has no keys
+  i32* route;        // (heads)
+  float* errors;     // (heads, 2)
   i32 rows;
   i32 head_dim;  // a multiple of 8
 };
 
-// Sum of squared differences of eight elements.
+// The low or the high of two elements, as float32.
 template <typename T>
-__device__ __forceinline__ float squares(const uint4& a, const uint4& b) {
-  const u32 left[4] = {a.x, a.y, a.z, a.w};
-  const u32 right[4] = {b.x, b.y, b.z, b.w};
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float x;
-      float y;
-      if constexpr (is_same<T, bf16_t>) {
-        x = __uint_as_float(half ? left[i] & 0xffff0000u : left[i] << 16);
-        y = __uint_as_float(half ? right[i] & 0xffff0000u : right[i] << 16);
-      } else {
-        x = half_to_float(left[i] >> (16 * half) & 0xffffu);
-        y = half_to_float(right[i] >> (16 * half) & 0xffffu);
-      }
-      sum += (x - y) * (x - y);
-    }
+__device__ __forceinline__ float one_of(u32 pair, int high) {
+  if constexpr (is_same<T, bf16_t>) {
+    return __uint_as_float(high ? pair & 0xffff0000u : pair << 16);
+  } else {
+    return half_to_float(pair >> (16 * high) & 0xffffu);
   }
-  return sum;
 }
 
 template <typename T, int kWarps>
@@ -57,15 +48,45 @@ __device__ __forceinline__ void route_heads(const RouteHeadsParams& p) {
   const int head = blockIdx.x;
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
-  const i64 all = static_cast<i64>(p.rows) * p.head_dim / 8;  // vectors of one of the three
   const int in_row = p.head_dim / 8;
-  const uint4* const dense = static_cast<const uint4*>(p.o) + 3 * head * all;
+  const i64 all = static_cast<i64>(p.rows) * in_row;  // vectors of a class
+  const uint4* const o = static_cast<const uint4*>(p.o) + kClasses * head * all;
+  const float* const lse = p.lse + static_cast<i64>(kClasses) * head * p.rows;
   float error[2] = {};
   for (i64 i = threadIdx.x; i < all; i += 32 * kWarps) {
     const i64 row = i / in_row;
-    const i64 place = p.places[row] * static_cast<i64>(in_row) + (i - row * in_row);
-    error[0] += squares<T>(dense[all + i], dense[i]);
-    error[1] += squares<T>(dense[2 * all + i], dense[place]);
+    u32 pairs[kClasses][4];
+    float weight[kClasses];
+#pragma unroll
+    for (int c = 0; c < kClasses; ++c) {
+      const uint4 vector = o[c * all + i];
+      pairs[c][0] = vector.x;
+      pairs[c][1] = vector.y;
+      pairs[c][2] = vector.z;
+      pairs[c][3] = vector.w;
+      weight[c] = lse[c * p.rows + row];
+    }
+    float top = weight[0];
+#pragma unroll
+    for (int c = 1; c < kClasses; ++c) top = fmaxf(top, weight[c]);
+#pragma unroll
+    for (int c = 0; c < kClasses; ++c) {
+      weight[c] = exp2_approx((weight[c] - top) * 1.4426950408889634f);
+    }
+    const float of_all = 1.0f / (weight[0] + weight[1] + weight[2] + weight[3]);
+    const float of_pattern[2] = {1.0f / (weight[0] + weight[1]), 1.0f / (weight[0] + weight[2])};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float part[kClasses];
+#pragma unroll
+      for (int c = 0; c < kClasses; ++c) part[c] = weight[c] * one_of<T>(pairs[c][j / 2], j & 1);
+      const float dense = (part[0] + part[1] + part[2] + part[3]) * of_all;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float off = (part[0] + part[1 + r]) * of_pattern[r] - dense;
+        error[r] += off * off;
+      }
+    }
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -17,7 +17,7 @@ from tessera_cupy.kernels.launch import TASK, DevicePlan, packed_struct
 #: ``RouteHeadsParams`` in route_heads.cu.
 ROUTE_HEADS_PARAMS = np.dtype(
     [
-        *[(name, np.uint64) for name in ("o", "places", "route", "errors")],
+        *[(name, np.uint64) for name in ("o", "lse", "route", "errors")],
         *[(name, np.int32) for name in ("rows", "head_dim")],
     ],
     align=True,
@@ -33,18 +33,19 @@ ROUTE_TASKS_PARAMS = np.dtype(
 _COUNTS = 8
 
 
-def choose_routes(o: Any, places: Any, arch: str) -> tuple[Any, Any]:
+def choose_routes(o: Any, lse: Any, arch: str) -> tuple[Any, Any]:
     """Choose between two patterns by their sampled rows.
 
     Args:
-        o: (heads, 3, rows, head_dim) CuPy array of 16-bit floats, C-contiguous: the rows' dense
-            attention, and that under pattern 0 and 1.
-        places: (rows,) int32 CuPy array: row ``i`` of pattern 1 is row ``places[i]`` of the others.
+        o: (heads, 4, rows, head_dim) CuPy array of 16-bit floats, C-contiguous: the rows' attention
+            over the keys of both patterns, of pattern 0 alone, of pattern 1 alone, and of neither.
+        lse: (heads, 4, rows) float32 CuPy array, C-contiguous, -inf where there is no such key; of
+            each row one of the first two is finite, and the first or the third.
         arch: architecture of the current device.
 
     Returns:
-        (heads,) int32, the pattern that comes closer, 0 where both are as close; (heads, 2) float32
-        sums of squared errors.
+        (heads,) int32, the pattern that comes closer to all keys, 0 where both are as close;
+        (heads, 2) float32 sums of squared errors.
     """
     import cupy
 
@@ -56,7 +57,7 @@ def choose_routes(o: Any, places: Any, arch: str) -> tuple[Any, Any]:
         ROUTE_HEADS_PARAMS,
         {
             "o": o.data.ptr,
-            "places": places.data.ptr,
+            "lse": lse.data.ptr,
             "route": route.data.ptr,
             "errors": errors.data.ptr,
             "rows": rows,

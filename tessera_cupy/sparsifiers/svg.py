@@ -9,8 +9,9 @@ The first frame is a sink of both; text attends to all and all attend to it. The
 exact: masks carry token bits where a window's end crosses a block. In temporal-major order, frame
 0 first and then place by place, a temporal head's keys are the sink and one band.
 
-Of each head some query rows are drawn; their attention under either pattern is compared with their
-dense attention, and the pattern with the smaller sum of squared errors is the head's.
+Of each head some query rows are drawn, in short runs; their attention under either pattern is
+compared with their dense attention, and the pattern with the smaller sum of squared errors is the
+head's.
 
 Source: Sparse VideoGen (arXiv 2502.01776), with windows for its published kept fractions of 0.25 to
 0.30; the masks are exact in coordinates, as Splash attention's, not rounded to blocks.
@@ -36,6 +37,8 @@ from tessera_cupy.video import VideoGrid
 SPATIAL, TEMPORAL = 0, 1
 #: Blocks of the masks: query rows of one tile, and keys of one fragment.
 BLOCK = (128, 64)
+#: Neighbouring query rows that are drawn together: those of half a tile.
+RUN = 64
 
 _Int = NDArray[np.int64]
 
@@ -144,26 +147,28 @@ def orders(grid: VideoGrid) -> TokenOrders:
 class Samples(NamedTuple):
     """The query rows by which heads are routed, the same for all heads.
 
+    Keys are in classes: of both patterns, of the spatial alone, of the temporal alone, of neither.
+    Attention over each class and its LSE give dense attention and that of the patterns, and each
+    product of a query and a key is computed once.
+
     Attributes:
-        tokens: (n,) int32, ascending.
-        places: (n,) int32, ``tokens[places]`` is in the order of places in the frame.
-        mask: (n, tokens) of three heads: dense and spatial for ``tokens``, temporal for
-            ``tokens[places]``.
+        tokens: (n,) int32, ascending: runs of :data:`RUN` neighbours, so that the rows of a tile
+            keep nearly the same keys.
+        mask: (n, tokens) of four heads, the classes.
     """
 
     tokens: NDArray[np.int32]
-    places: NDArray[np.int32]
     mask: BlockMask
 
 
 @lru_cache(maxsize=8)
 def samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samples:
-    """Draw query rows, without replacement.
+    """Draw query rows: pairs of runs, without replacement.
 
     Args:
         grid: the grid of the tokens.
         reach: the windows of the patterns.
-        fraction: of the video's tokens; at least one tile of rows is drawn, if there is one.
+        fraction: of the video's tokens that are drawn at most; two runs at least are, if there are.
         seed: draws other rows.
 
     Raises:
@@ -175,24 +180,41 @@ def samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samp
         )
     _check_reach("frames", reach.frames, grid.t)
     _check_reach("places", reach.places, grid.frame_tokens)
-    whole = max(1, round(fraction * grid.video_tokens / BLOCK[0])) * BLOCK[0]
-    rng = np.random.default_rng(seed)
-    drawn = rng.choice(grid.video_tokens, min(whole, grid.video_tokens), replace=False)
-    token = np.sort(drawn)
-    places = np.argsort(token % grid.frame_tokens, kind="stable")
-    everything = np.zeros((len(token), 1), np.int64)
-    patterns = [
-        (everything, everything + grid.tokens),
-        _spatial(grid, token, reach.frames),
-        _temporal(grid, token[places], reach.places),
-    ]
-    widest = max(begin.shape[1] for begin, _ in patterns)
-    begin, end = (
-        np.stack([np.pad(side[i], ((0, 0), (0, widest - side[i].shape[1]))) for side in patterns])
-        for i in (0, 1)
-    )
-    tokens = (grid.video_start + token).astype(np.int32)
-    return Samples(tokens, places.astype(np.int32), interval_mask(begin, end, BLOCK, grid.tokens))
+    runs = grid.video_tokens // RUN
+    drawn = 2 * max(1, int(fraction * grid.video_tokens) // (2 * RUN))
+    token = np.arange(grid.video_tokens)
+    if drawn < runs:
+        first = np.sort(np.random.default_rng(seed).choice(runs, drawn, replace=False))
+        token = (first[:, None] * RUN + np.arange(RUN)).ravel()
+    mask = interval_mask(*_classes(grid, token, reach), (RUN, 64), grid.tokens)
+    return Samples((grid.video_start + token).astype(np.int32), mask)
+
+
+def _classes(grid: VideoGrid, token: _Int, reach: Windows) -> tuple[_Int, _Int]:
+    """Key intervals of the four classes, (4, n, intervals), for video tokens in raster order."""
+    size, frames = grid.frame_tokens, np.arange(grid.t)
+    frame, place = np.divmod(token, size)
+    # Each frame is cut in three: before, within and behind the places of the temporal pattern.
+    cuts = np.zeros((len(token), grid.t, 4), np.int64)
+    cuts[..., 1] = np.maximum(place - reach.places, 0)[:, None]
+    cuts[..., 2] = np.minimum(place + reach.places + 1, size)[:, None]
+    cuts[..., 3] = size
+    cuts += grid.video_start + size * frames[:, None]
+    near = (abs(frame[:, None] - frames) <= reach.frames)[..., None] | np.zeros(3, bool)
+    temporal = np.array([False, True, False]) | np.zeros_like(near)
+    near[:, 0] = temporal[:, 0] = True  # the sink
+    begin, end = cuts[..., :3], cuts[..., 1:]
+    of_class = (near & temporal, near & ~temporal, ~near & temporal, ~near & ~temporal)
+    sides = []
+    for kept in of_class:
+        lists = np.where(kept, begin, 0), np.where(kept, end, 0)
+        sides.append([x.reshape(len(token), -1) for x in lists])
+    first, last = (np.stack(side) for side in zip(*sides, strict=True))
+    text = 0 if grid.text_first else grid.video_tokens
+    pad = ((0, 0), (0, 0), (0, 1))
+    first, last = np.pad(first, pad), np.pad(last, pad)
+    first[0, :, -1], last[0, :, -1] = text, text + grid.text_tokens
+    return first, last
 
 
 def route(
@@ -230,32 +252,34 @@ def route(
     xp = checked_inputs(q, k, grid)
     _check_values(q, v)
     drawn = samples(grid, reach or windows(grid, keep), sample, seed)
-    rows = np.concatenate([drawn.tokens, drawn.tokens, drawn.tokens[drawn.places]])
-    if xp is not np:
-        rows = _on_gpu(rows.tobytes(), q.device.id)
-    routes = [_route_one(q[b], k[b], v[b], rows, drawn, sm_scale) for b in range(len(q))]
+    routes = [_route_one(q[b], k[b], v[b], drawn, sm_scale) for b in range(len(q))]
     return xp.stack(routes)
 
 
-def _route_one(q: Any, k: Any, v: Any, rows: Any, drawn: Samples, sm_scale: float | None) -> Any:
-    """The routes of a batch entry: (heads, tokens, d) arrays, and the rows of all patterns."""
-    heads, _, d = q.shape
+def _route_one(q: Any, k: Any, v: Any, drawn: Samples, sm_scale: float | None) -> Any:
+    """The routes of a batch entry, (heads, tokens, d) arrays."""
+    heads, classes = len(q), drawn.mask.heads
     on_host = isinstance(q, np.ndarray)
-    # As bits, which CuPy can gather of every dtype.
-    taken = q[:, rows] if on_host else q.view(np.uint16)[:, rows].view(q.dtype)
-    taken = taken.reshape(heads, 3, len(drawn.tokens), d)
-    o = block_sparse_attention(taken, k[:, None], v[:, None], drawn.mask, sm_scale=sm_scale)
+    rows = np.tile(drawn.tokens, classes)
+    if on_host:
+        taken = q[:, rows]
+    else:  # as bits, which CuPy can gather of every dtype
+        taken = q.view(np.uint16)[:, _on_gpu(rows.tobytes(), q.device.id)].view(q.dtype)
+    taken = taken.reshape(heads, classes, len(drawn.tokens), q.shape[2])
+    o, lse = block_sparse_attention(
+        taken, k[:, None], v[:, None], drawn.mask, sm_scale=sm_scale, return_lse=True
+    )
     if not on_host:
         from tessera_cupy import gpus
 
-        places = _on_gpu(drawn.places.tobytes(), q.device.id)
-        return choose_routes(o, places, gpus.arch_of(q.device.id).name)[0]
-    o = o.astype(np.float32)
-    dense = o[:, 0]
-    errors = [
-        ((o[:, 1] - dense) ** 2).sum(axis=(1, 2)),
-        ((o[:, 2] - dense[:, drawn.places]) ** 2).sum(axis=(1, 2)),
-    ]
+        return choose_routes(o, lse, gpus.arch_of(q.device.id).name)[0]
+    weight = np.exp(lse - lse.max(axis=1, keepdims=True))[..., None]
+    part = weight * o.astype(np.float32)
+    dense = part.sum(axis=1) / weight.sum(axis=1)
+    errors = []
+    for alone in (1, 2):
+        pattern = (part[:, 0] + part[:, alone]) / (weight[:, 0] + weight[:, alone])
+        errors.append(((pattern - dense) ** 2).sum(axis=(1, 2)))
     return (errors[TEMPORAL] < errors[SPATIAL]).astype(np.int32)
 
 
@@ -340,18 +364,6 @@ def _spatial(grid: VideoGrid, token: _Int, frames: int) -> tuple[_Int, _Int]:
     begin = np.stack([np.zeros_like(frame), np.maximum(frame - frames, 0)], axis=1)
     end = np.stack([np.ones_like(frame), np.minimum(frame + frames + 1, grid.t)], axis=1)
     return _with_text(grid, token, start + begin * size, start + end * size)
-
-
-def _temporal(grid: VideoGrid, token: _Int, places: int) -> tuple[_Int, _Int]:
-    """The same of a temporal head: the sink, and a run of places in every further frame."""
-    place, size = token % grid.frame_tokens, grid.frame_tokens
-    frame = np.arange(1, grid.t)
-    begin = frame * size + np.maximum(place - places, 0)[:, None]
-    end = frame * size + np.minimum(place + places + 1, size)[:, None]
-    sink = np.zeros((len(token), 1), np.int64)
-    begin = grid.video_start + np.concatenate([sink, begin], axis=1)
-    end = grid.video_start + np.concatenate([sink + size, end], axis=1)
-    return _with_text(grid, token, begin, end)
 
 
 def _with_text(grid: VideoGrid, token: _Int, begin: _Int, end: _Int) -> tuple[_Int, _Int]:
