@@ -144,7 +144,7 @@ def test_the_host_does_not_wait(cupy: Any, rng: Any) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        spin((1,), (1,), (np.int64(400_000_000),))
+        spin((1,), (1,), (np.int64(3_000_000_000),))
         late = cupy.empty_like(choice)
         late[:] = choice  # by the stream, once it gets there
         made = orders.choosing(late).permute(x)
