@@ -56,9 +56,9 @@ def select(
         TypeError: as :func:`~tessera_cupy.sparsifiers.selection.checked_inputs` says.
         ValueError: likewise; ``mass`` outside 0 to 1; a window larger than the grid.
 
-    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 4 * 16 * 16, 32))
-    >>> select(q, k, VideoGrid(4, 16, 16), window=(1, 3, 3)).mask.num_blocks
-    (16, 16)
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 2 * 24 * 24, 32))
+    >>> select(q, k, VideoGrid(2, 24, 24), window=(1, 3, 3)).mask.num_blocks
+    (18, 18)
     """
     checked_inputs(q, k, grid)
     cut = cubes.cut(grid, _TILE)
