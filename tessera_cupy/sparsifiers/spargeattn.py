@@ -90,7 +90,7 @@ def select(
         count = int(top_k * score.shape[3])
         kept = keep_mass(score, 0, weights=weights, least=count)
     else:
-        kept = keep_mass(score, cdf, weights=weights)
+        kept = keep_mass(score, cdf, weights=weights, least=1)
     gives_up = top_k is None and cdf < 1
     _finish_rows(kept, score, alike, similarity, gives_up)
     mask = BlockMask.from_dense(kept, BLOCK_SIZE, (grid.tokens, grid.tokens))

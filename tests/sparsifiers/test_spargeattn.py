@@ -92,7 +92,13 @@ def test_a_block_past_the_cdf_stays_out_unless_it_is_the_only_one() -> None:
     q, k = np.zeros((2, 1, 1, 192, 16), np.float32)
     q[..., 0] = 4
     k[0, 0, :, 0] = np.repeat(np.log([6.0, 3, 1]), 64)
-    for cdf, row in [(0.5, [1, 0, 0]), (0.89, [1, 0, 0]), (0.91, [1, 1, 0]), (1.0, [1, 1, 1])]:
+    for cdf, row in [
+        (0.0, [1, 0, 0]),
+        (0.5, [1, 0, 0]),
+        (0.89, [1, 0, 0]),
+        (0.91, [1, 1, 0]),
+        (1.0, [1, 1, 1]),
+    ]:
         mask = spargeattn.select(
             q, k, VideoGrid(1, 12, 16), cdf=cdf, similarity=0.1, order="raster"
         ).mask
