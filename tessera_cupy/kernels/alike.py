@@ -1,4 +1,4 @@
-"""Launching ``centre_tokens.cu``, ``alike_weights.cu`` and ``alike_rows.cu``."""
+"""Launching the kernels of SpargeAttn: ``head_mean.cu``, ``centre_tokens.cu``, ``alike_*.cu``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.catalog import KernelConfig, builder
 from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, new
 
+#: ``HeadMeanParams`` in head_mean.cu.
+MEAN_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("means", "out")],
+        *[(name, np.int32) for name in ("tokens", "block", "blocks", "channels")],
+    ],
+    align=True,
+)
 #: ``CentreTokensParams`` in centre_tokens.cu.
 CENTRE_PARAMS = np.dtype(
     [
@@ -40,6 +48,34 @@ ROWS_PARAMS = np.dtype(
 
 # CTAs of a head at most; with a few heads they fill a GPU.
 _CENTRE_CTAS = 64
+
+
+def head_mean(means: Any, tokens: int, block: int, *, arch: str, memory: list[Any]) -> Any:
+    """The mean over all tokens, from those of blocks, on the current stream.
+
+    Args:
+        means: (batch, heads, blocks, d) float32, C-contiguous; d is at most 256.
+        tokens: tokens of a head.
+        block: tokens of all blocks but the last, which has the rest.
+        arch: architecture of the device, which is current.
+        memory: takes what a captured launch uses.
+
+    Returns:
+        (batch, heads, 1, d) float32.
+    """
+    batch, heads, blocks, channels = means.shape
+    out = new((batch, heads, 1, channels), np.float32, memory)
+    params: dict[str, Any] = {
+        "means": means.data.ptr,
+        "out": out.data.ptr,
+        "tokens": tokens,
+        "block": block,
+        "blocks": blocks,
+        "channels": channels,
+    }
+    config = builder(arch, "head_mean")
+    _run(config, means, (batch * heads,), MEAN_PARAMS, params, 4 * config.warps * channels)
+    return out
 
 
 def centred(x: Any, mean: Any, *, arch: str, memory: list[Any]) -> Any:
@@ -122,6 +158,8 @@ def _run(
     grid: tuple[int, ...],
     dtype: np.dtype[Any],
     params: dict[str, Any],
+    smem: int = 0,
 ) -> None:
     kernel = launch.load(config, like.device.id)
-    kernel(grid, (32 * config.warps,), (launch.packed_struct(dtype, params),))
+    packed = (launch.packed_struct(dtype, params),)
+    kernel(grid, (32 * config.warps,), packed, shared_mem=smem)

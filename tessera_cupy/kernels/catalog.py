@@ -282,6 +282,7 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     "cluster_pieces": TokenKernel((), 8, 1, "a CTA a head, as its sums run over all clusters"),
     "expand_pieces": TokenKernel((), 8, 4, "a CTA a row of the mask; four bytes a thread"),
     "directions": TokenKernel((), 16, 1, "a CTA a head, as its keys are summed: little to read"),
+    "head_mean": TokenKernel((), 16, 1, "a CTA a head, with many warps that each read few blocks"),
     "kmeans_assign": TokenKernel(
         ("fp16", "bf16"), 8, 2, "64 x 32 of a product a warp, and the bests of its rows beside it"
     ),

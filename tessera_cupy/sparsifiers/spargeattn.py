@@ -81,9 +81,9 @@ def select(
     _check(cdf, top_k, similarity, order)
     orders = _orders(grid, order)
     bq, bkv = BLOCK_SIZE
-    centred = _centred(k, pool(k, grid.tokens, "mean"))
-    alike = likeness(q, bq, orders=orders), likeness(centred, bkv, orders=orders)
     means = pool(q, bq, "mean", orders=orders), pool(k, bkv, "mean", orders=orders)
+    centred = _centred(k, means[1])
+    alike = likeness(q, bq, orders=orders), likeness(centred, bkv, orders=orders)
     score = scores(*means, scale=1 / math.sqrt(q.shape[3]))
     weights = _weights(alike[1], similarity)
     if top_k is not None:
@@ -97,12 +97,16 @@ def select(
     return Selection(mask, orders)
 
 
-def _centred(k: Any, mean: Any) -> Any:
-    """Keys without their mean over all tokens, in their own type."""
+def _centred(k: Any, means: Any) -> Any:
+    """Keys, in their own type, without their mean over all tokens; ``means`` are the blocks'."""
+    tokens, block = k.shape[2], BLOCK_SIZE[1]
     if isinstance(k, np.ndarray):
+        sizes = np.minimum(tokens - block * np.arange(means.shape[2]), block).astype(np.float32)
+        mean = (means * sizes[:, None]).sum(axis=2, keepdims=True) / np.float32(tokens)
         return (k.astype(np.float32) - mean).astype(k.dtype)
     kept = memory()
     with _gpu_of(k) as arch:
+        mean = kernels.head_mean(means, tokens, block, arch=arch, memory=kept)
         return kernels.centred(token_rows.packed(k, kept), mean, arch=arch, memory=kept)
 
 

@@ -1,4 +1,4 @@
-"""``centre_tokens.cu``, ``alike_weights.cu`` and ``alike_rows.cu`` on the CPU, against loops."""
+"""The kernels of SpargeAttn on the CPU, against loops."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ def test_centred(folder: Path, dtype: Any, tokens: int, d: int, channels: int) -
         made = alike.centred(gpu.array(x), gpu.array(mean), arch="sm_90a", memory=[]).get()
     wide = np.pad(mean, ((0, 0),) * 3 + ((0, d - channels),))
     assert (made == (x.astype(np.float32) - wide).astype(dtype)).all()
+
+
+@pytest.mark.parametrize(("tokens", "d"), [(1000, 37), (64, 256), (65, 8), (3, 128)])
+def test_mean_of_a_head(folder: Path, tokens: int, d: int) -> None:
+    x = np.random.default_rng(tokens).standard_normal((2, 3, tokens, d))
+    means = np.stack([x[:, :, i : i + 64].mean(axis=2) for i in range(0, tokens, 64)], axis=2)
+    gpu = EmulatedGpu(folder, tokens)
+    with gpu.here():
+        there = gpu.array(means.astype(np.float32))
+        made = alike.head_mean(there, tokens, 64, arch="sm_90a", memory=[]).get()
+    assert made == pytest.approx(x.mean(axis=2, keepdims=True), abs=1e-5)
 
 
 def test_weights(folder: Path) -> None:
