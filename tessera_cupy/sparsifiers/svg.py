@@ -37,8 +37,8 @@ from tessera_cupy.video import VideoGrid
 SPATIAL, TEMPORAL = 0, 1
 #: Blocks of the masks: query rows of one tile, and keys of one fragment.
 BLOCK = (128, 64)
-#: Neighbouring query rows that are drawn together: those of half a tile.
-RUN = 64
+#: Neighbouring query rows that are drawn together, so that the lists of a whole tile are nearly one.
+RUN = BLOCK[0]
 
 _Int = NDArray[np.int64]
 
@@ -163,12 +163,12 @@ class Samples(NamedTuple):
 
 @lru_cache(maxsize=8)
 def samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samples:
-    """Draw query rows: pairs of runs, without replacement.
+    """Draw query rows: whole runs, without replacement.
 
     Args:
         grid: the grid of the tokens.
         reach: the windows of the patterns.
-        fraction: of the video's tokens that are drawn at most; two runs at least are, if there are.
+        fraction: of the video's tokens that are drawn at most; one run at least is, if there is.
         seed: draws other rows.
 
     Raises:
@@ -181,12 +181,12 @@ def samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samp
     _check_reach("frames", reach.frames, grid.t)
     _check_reach("places", reach.places, grid.frame_tokens)
     runs = grid.video_tokens // RUN
-    drawn = 2 * max(1, int(fraction * grid.video_tokens) // (2 * RUN))
+    drawn = max(1, int(fraction * grid.video_tokens) // RUN)
     token = np.arange(grid.video_tokens)
-    if drawn < runs:
+    if drawn <= runs and drawn * RUN < grid.video_tokens:
         first = np.sort(np.random.default_rng(seed).choice(runs, drawn, replace=False))
         token = (first[:, None] * RUN + np.arange(RUN)).ravel()
-    mask = interval_mask(*_classes(grid, token, reach), (RUN, 64), grid.tokens)
+    mask = interval_mask(*_classes(grid, token, reach), BLOCK, grid.tokens)
     return Samples((grid.video_start + token).astype(np.int32), mask)
 
 
