@@ -9,6 +9,9 @@ Pairs are chosen inside windows of neighbours, the pair with most KV blocks in c
 is the pairing that sorting all pairs would give, but it needs no sort: whoever are each other's
 best partner become a pair, and the rest choose again. Counts are whole numbers and ties fall to
 the lower index, so that any program that follows the rule finds the same tiles.
+
+Blocks with equal lists are made neighbours first, however far apart: in masks of windows in space,
+they are those of one place in all frames.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ def regroup(mask: BlockMask, q: int) -> NDArray[np.int32]:
         cells += mask.indices[rows[0] : rows[-1]]
         listed.reshape(-1)[cells] = True
         words = np.packbits(listed, axis=1).view(np.uint64)
-        groups[:whole] = _grouped(words, joined).reshape(-1)
+        alike = _equal_together(words)
+        groups[:whole] = _ascending(alike[_grouped(words[alike], joined)]).reshape(-1)
     return order
 
 
@@ -101,6 +105,25 @@ def units(order: NDArray[np.int32], block: int, q: int, tokens: int) -> NDArray[
     rows = np.pad(of_head, ((0, 0), (0, missing)), constant_values=-1).reshape(-1, per_tile)
     rows[rows >= tokens] = -1
     return rows
+
+
+def _equal_together(listed: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The rows in an order in which equal lists follow each other, by the first of each."""
+    whole = np.ascontiguousarray(listed).view(np.dtype((np.void, listed.shape[1] * 8)))[:, 0]
+    _, first, of = np.unique(whole, return_index=True, return_inverse=True)
+    return np.argsort(first[of], kind="stable")
+
+
+def _ascending(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Groups of groups, each and all ascending by the first of their rows."""
+    count, size = groups.shape
+    width = 1
+    while width < size:
+        pairs = groups.reshape(count, size // (2 * width), 2, width)
+        swap = pairs[:, :, 0, 0] > pairs[:, :, 1, 0]
+        pairs[swap] = pairs[swap][:, ::-1]
+        width *= 2
+    return groups[np.argsort(groups[:, 0], kind="stable")]
 
 
 def _grouped(listed: NDArray[np.uint64], size: int) -> NDArray[np.int64]:

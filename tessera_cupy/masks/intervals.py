@@ -16,6 +16,10 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.masks.block_mask import BlockMask
 
 _Int = NDArray[np.int64]
+# Query rows times key blocks that are worked on at a time.
+_CHUNK = 1 << 25
+# Keys of different queries are this far apart where all are searched together.
+_FAR = 1 << 40
 
 
 def interval_mask(
@@ -46,30 +50,32 @@ def interval_mask(
     first, last = _checked(start, end, keys)
     heads, queries, _ = first.shape
     bq, bkv = block_size
-    nk = -(-keys // bkv)
+    nq, nk = -(-queries // bq), -(-keys // bkv)
+    sizes = np.minimum(np.full(nk, bkv), keys - bkv * np.arange(nk))
     counts: list[_Int] = []
     columns: list[NDArray[np.int32]] = []
     partial: list[NDArray[np.int32]] = []
     bits: list[NDArray[np.uint32]] = []
     crossed = 0
-    edges = np.minimum(np.arange(nk + 1) * bkv, keys)
+    chunk = max(1, _CHUNK // (nk * bq)) * bq
     for head in range(heads):
-        for low in range(0, queries, bq):
-            begin, finish = first[head, low : low + bq], last[head, low : low + bq]
-            kept = _pairs(begin, finish, edges)
-            listed = np.flatnonzero(kept)
-            part = kept[listed] < len(begin) * np.diff(edges)[listed]
-            numbers = np.full(len(listed), -1, np.int32)
+        for low in range(0, queries, chunk):
+            begin, finish = first[head, low : low + chunk], last[head, low : low + chunk]
+            kept = _pairs(begin, finish, bq, bkv, nk)
+            rows = np.minimum(np.full(len(kept), bq), len(begin) - bq * np.arange(len(kept)))
+            block, column = np.nonzero(kept)
+            part = kept[block, column] < rows[block] * sizes[column]
+            numbers = np.full(len(column), -1, np.int32)
             numbers[part] = crossed + np.arange(np.count_nonzero(part))
-            bits.append(_bits(begin, finish, listed[part] * bkv, bq, bkv))
+            bits.append(_bits(begin, finish, block[part], column[part], bq, bkv))
             crossed += len(bits[-1])
-            counts.append(np.asarray([len(listed)]))
-            columns.append(listed.astype(np.int32))
+            counts.append(np.count_nonzero(kept, axis=1))
+            columns.append(column.astype(np.int32))
             partial.append(numbers)
     return BlockMask.from_csr(
         np.concatenate([[0], np.cumsum(np.concatenate(counts))]),
         np.concatenate(columns),
-        (-(-queries // bq), nk),
+        (nq, nk),
         block_size,
         (queries, keys),
         heads=heads,
@@ -111,31 +117,48 @@ def _checked(start: ArrayLike, end: ArrayLike, keys: int) -> tuple[_Int, _Int]:
     return first, np.maximum(first, last)
 
 
-def _pairs(begin: _Int, end: _Int, edges: _Int) -> _Int:
-    """(key blocks,) active pairs of a block of queries with each block of keys."""
-    # Neighbouring queries often keep the same keys: each kind is counted once.
-    change = np.flatnonzero((begin[1:] != begin[:-1]).any(axis=1) | (end[1:] != end[:-1]).any(1))
-    kinds = np.concatenate([[0], change + 1])
-    queries = np.diff(np.concatenate([kinds, [len(begin)]]))
-    below = np.zeros(len(edges), np.int64)
-    for of_kind, weight in zip(kinds, queries, strict=True):
-        upto = np.minimum(end[of_kind, :, None], edges) - np.minimum(begin[of_kind, :, None], edges)
-        below += weight * upto.sum(axis=0)
-    return np.diff(below)
+def _pairs(begin: _Int, end: _Int, bq: int, bkv: int, nk: int) -> _Int:
+    """(query blocks, key blocks) active pairs."""
+    query, which = np.nonzero(end > begin)
+    first, last = begin[query, which], end[query, which]
+    low, high = first // bkv, (last - 1) // bkv
+    block = query // bq
+    rows = -(-len(begin) // bq)
+    # Whole key blocks from the first to the last, by where they begin and end, less what is cut.
+    change = np.zeros((rows, nk + 1), np.int64)
+    cut = np.zeros((rows, nk), np.int64)
+    np.add.at(change, (block, low), bkv)
+    np.add.at(change, (block, high + 1), -bkv)
+    np.add.at(cut, (block, low), first - low * bkv)
+    np.add.at(cut, (block, high), (high + 1) * bkv - last)
+    return np.cumsum(change[:, :-1], axis=1) - cut
 
 
-def _bits(begin: _Int, end: _Int, firsts: _Int, bq: int, bkv: int) -> NDArray[np.uint32]:
-    """(blocks, bq, words) token bits of the key blocks that begin at ``firsts``."""
+def _bits(
+    begin: _Int, end: _Int, block: _Int, column: _Int, bq: int, bkv: int
+) -> NDArray[np.uint32]:
+    """(entries, bq, words) token bits of the entries in these query and key blocks."""
     words = -(-bkv // 32)
-    word = firsts[:, None] + 32 * np.arange(words)
-    bits = np.zeros((len(firsts), bq, words), np.uint64)
+    bits = np.zeros((len(block), bq, words), np.uint64)
+    query = block[:, None] * bq + np.arange(bq)
+    there = query < len(begin)
+    query = np.minimum(query, len(begin) - 1)
+    word = bkv * column[:, None, None] + 32 * np.arange(words)
     one = np.uint64(1)
-    for i in range(begin.shape[1]):
-        low, high = (
-            np.clip(x[None, :, i, None] - word[:, None], 0, 32).astype(np.uint64)
-            for x in (begin, end)
-        )
-        bits[:, : len(begin)] |= (one << high) - (one << low)
+    # The intervals of a query ascend: of those that end behind a block's first key, the next few.
+    n = begin.shape[1]
+    keys = np.arange(len(begin))[:, None] * _FAR + end
+    at = np.searchsorted(keys.ravel(), query * _FAR + bkv * column[:, None], side="right")
+    for further in range(n):
+        i = at + further - query * n
+        mine = there & (i < n)
+        i = np.minimum(i, n - 1)
+        low, high = begin[query, i], end[query, i]
+        mine &= low < bkv * (column[:, None] + 1)
+        if not mine.any():
+            break
+        low, high = (np.clip(x[..., None] - word, 0, 32).astype(np.uint64) for x in (low, high))
+        bits |= np.where(mine[..., None], (one << high) - (one << low), np.uint64(0))
     # Columns past the block, in the last word, belong to the next one.
     if bkv % 32:
         bits[:, :, -1] &= (one << np.uint64(bkv % 32)) - one

@@ -37,7 +37,7 @@ from tessera_cupy.video import VideoGrid
 SPATIAL, TEMPORAL = 0, 1
 #: Blocks of the masks: query rows of one tile, and keys of one fragment.
 BLOCK = (128, 64)
-#: Neighbouring query rows that are drawn together, so that the lists of a whole tile are nearly one.
+#: Neighbouring query rows that are drawn together: the lists of a whole tile are then nearly one.
 RUN = BLOCK[0]
 
 _Int = NDArray[np.int64]

@@ -34,13 +34,15 @@ def plain_pairs(lists: list[set[int]]) -> list[tuple[int, int]]:
 
 def plain_order(dense: NDArray[np.bool_], joined: int, whole: int) -> list[int]:
     """The order of one head's blocks, of which the first ``whole`` are regrouped."""
-    groups = [[i] for i in range(whole)]
-    lists = [set(np.flatnonzero(row).tolist()) for row in dense[:whole]]
+    every = [set(np.flatnonzero(row).tolist()) for row in dense[:whole]]
+    # Equal lists side by side, each where the first of them is.
+    groups = [[i] for i in sorted(range(whole), key=lambda i: every.index(every[i]))]
+    lists = [every[i] for [i] in groups]
     while groups and len(groups[0]) < joined:
         pairs = plain_pairs(lists)
-        groups = [groups[i] + groups[j] for i, j in pairs]
+        groups = [sum(sorted((groups[i], groups[j])), []) for i, j in pairs]
         lists = [lists[i] | lists[j] for i, j in pairs]
-    return [block for group in groups for block in group] + list(range(whole, len(dense)))
+    return [block for group in sorted(groups) for block in group] + list(range(whole, len(dense)))
 
 
 # The last rows: counts that leave blocks over, one window and several, a short last block.
@@ -76,6 +78,15 @@ def test_windows_bound_the_search() -> None:
     dense[WINDOW - 1, WINDOW] = dense[WINDOW, WINDOW - 1] = True
     order = regroup(BlockMask.from_dense(dense, (64, 64)), 128)[0].reshape(-1, 2)
     assert (order // WINDOW == order[:, :1] // WINDOW).all()
+
+
+def test_equal_lists_find_each_other_beyond_a_window() -> None:
+    # Each list three times, 100 blocks apart.
+    dense = np.tile(np.eye(100, dtype=bool), (3, 1))
+    order = regroup(BlockMask.from_dense(dense, (64, 64)), 128)[0].reshape(-1, 2)
+    assert (order[:, 0] % 100 == order[:, 1] % 100).sum() == 100
+    assert (order[:, 0] < order[:, 1]).all()
+    assert (np.diff(order[:, 0]) > 0).all()
 
 
 def test_reordered_rows_are_the_masks_own() -> None:
