@@ -7,13 +7,14 @@
 //           the tokens, so whatever the sizes hold, all blocks lie inside. Both are flagged, as are
 //           sizes that do not sum to the tokens.
 //   bitmap  as mask_state.cu writes it, for every head of the mask and the sizes together: heads
-//           that broadcast in the mask have a copy each. The scalars are counted anew.
+//           that broadcast in the mask have a copy each. The scalars are counted anew, and the
+//           blocks that are present, on or off.
 //
 // CTAs of the first kind, two for each head, sum up the sizes of one side, 1024 at a time. In the
 // others a warp takes kRows rows of a head: a ballot of 32 sizes is a word of the present columns.
 // Lanes have a word each, from the right end of the row to the left, as in mask_state.cu.
 //
-// Shared memory: one sum a warp, and three numbers.
+// Shared memory: one sum a warp, and four numbers.
 //
 // Expected on an H200, a prediction, 8 heads x 900 x 900: 900 warps of 28 reads of sizes and 8 of
 // the bitmap, which wait for memory about 6 times together: 3 us of launch and 5 us.
@@ -57,6 +58,7 @@ struct RaggedStorage {
   i64 sums[kWarps];
   u64 nnz;
   u64 in_runs;
+  u64 present;
   u32 errors;
 };
 
@@ -150,6 +152,7 @@ __device__ __forceinline__ void present_rows(const RaggedBlocksParams& p, i64 it
   const u32 rows = __ballot_sync(kAllLanes, lane < kRows && q_sizes.present(row + lane));
   u32 nnz = 0;
   u32 in_runs = 0;
+  u32 present = 0;
   u32 after = 0;  // lane i's: what follows lane 31's word in row i
 #pragma unroll 1
   for (int first = (words - 1) & -32; first >= 0; first -= 32) {
@@ -159,6 +162,7 @@ __device__ __forceinline__ void present_rows(const RaggedBlocksParams& p, i64 it
       const u32 word = __ballot_sync(kAllLanes, kv_sizes.present(32 * (first + i) + lane));
       if (i == lane) columns = word;
     }
+    present += __popc(columns) * __popc(rows);
     const int index = first + lane;
     u32 word[kRows];
 #pragma unroll
@@ -181,7 +185,9 @@ __device__ __forceinline__ void present_rows(const RaggedBlocksParams& p, i64 it
   }
   nnz = __reduce_add_sync(kAllLanes, nnz);
   in_runs = __reduce_add_sync(kAllLanes, in_runs);
-  if (lane == 0 && nnz != 0) {
+  present = __reduce_add_sync(kAllLanes, present);
+  if (lane == 0 && present != 0) {
+    atomicAdd(&shared.present, static_cast<u64>(present));
     atomicAdd(&shared.nnz, static_cast<u64>(nnz));
     atomicAdd(&shared.in_runs, static_cast<u64>(in_runs));
   }
@@ -192,7 +198,7 @@ __device__ __forceinline__ void ragged_blocks(const RaggedBlocksParams& p) {
   extern __shared__ __align__(1024) u8 dynamic_smem[];
   RaggedStorage<kWarps>& shared = *reinterpret_cast<RaggedStorage<kWarps>*>(dynamic_smem);
   if (threadIdx.x == 0) {
-    shared.nnz = shared.in_runs = 0;
+    shared.nnz = shared.in_runs = shared.present = 0;
     shared.errors = blockIdx.x == 0 ? static_cast<u32>(p.mask_scalars[kErrors]) : 0;
   }
   __syncthreads();
@@ -212,6 +218,7 @@ __device__ __forceinline__ void ragged_blocks(const RaggedBlocksParams& p) {
   if (threadIdx.x != 0) return;
   u64* const scalars = reinterpret_cast<u64*>(p.scalars);
   if (shared.nnz != 0) atomicAdd(scalars + kNnz, shared.nnz);
+  if (shared.present != 0) atomicAdd(scalars + kPresent, shared.present);
   if (shared.in_runs != 0) atomicAdd(scalars + kInRuns, shared.in_runs);
   if (shared.errors != 0) atomicOr(scalars + kErrors, static_cast<u64>(shared.errors));
 }

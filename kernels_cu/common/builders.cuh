@@ -7,8 +7,9 @@ namespace tessera {
 
 inline constexpr u32 kAllLanes = 0xffffffffu;
 
-// Of a mask (mask_state.cu). The errors are where those of TileCount are.
-enum MaskScalar { kNnz, kInRuns };
+// Of a mask (mask_state.cu; the last, ragged_blocks.cu). The errors are where those of TileCount
+// are.
+enum MaskScalar { kNnz, kInRuns, kPresent };
 
 enum BuildError : u32 {
   kOutOfRange = 1,  // a column, or a bit, past nk

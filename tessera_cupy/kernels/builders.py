@@ -34,8 +34,9 @@ MASK_STATE_PARAMS = np.dtype(
     ],
     align=True,
 )
-#: The scalars that ``mask_state`` adds to, in order; all are zero before.
-MASK_SCALARS = ("nnz", "in_runs", "zero2", "zero3", "errors", "zero5", "zero6", "zero7")
+#: The scalars that ``mask_state`` adds to, in order; all are zero before. ``present`` is of ragged
+#: blocks: those that are not absent, on or off, counted by ``ragged_blocks``.
+MASK_SCALARS = ("nnz", "in_runs", "present", "zero3", "errors", "zero5", "zero6", "zero7")
 #: What the bits of ``errors`` mean, the lowest first.
 MASK_ERRORS = (
     "column out of range",

@@ -168,8 +168,8 @@ _TILE_SMEM: dict[str, Callable[[int], int]] = {
     "tile_scan": lambda warps: max(4 * 256 * warps, 8 * 4096) + 2048 + 32 * warps + 40,
     # 1024 entries of 16 bits a warp.
     "tile_fragments": lambda warps: 2048 * warps,
-    # RaggedStorage: a sum a warp, and three numbers.
-    "ragged_blocks": lambda warps: 8 * warps + 24,
+    # RaggedStorage: a sum a warp, and four numbers.
+    "ragged_blocks": lambda warps: 8 * warps + 32,
 }
 
 

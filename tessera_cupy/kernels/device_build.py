@@ -92,8 +92,9 @@ class MaskState:
         scalars = fetch(self.scalars, len(MASK_SCALARS)).wait()
         refuse_bad_mask(scalars)
         layout = self.source.layout
+        present = int(scalars[MASK_SCALARS.index("present")])
         return MaskSummary(
-            blocks=layout.blocks,
+            blocks=layout.rows * layout.num_blocks[1] if layout.ragged is None else present,
             nnz=int(scalars[MASK_SCALARS.index("nnz")]),
             in_runs=int(scalars[MASK_SCALARS.index("in_runs")]),
         )

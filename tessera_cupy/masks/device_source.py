@@ -6,18 +6,19 @@ CuPy cannot take over) is None here, and the host reads it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from tessera_cupy import interop
-from tessera_cupy.masks.block_sizes import KnownSizes, UnreadSizes
+from tessera_cupy.masks.block_sizes import KnownSizes, SizesOperand, UnreadSizes
 
 _BYTES = ("bool", "uint8", "int8")
 _COLUMNS = ("int32", "int64")
+_MOST_LAYOUTS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +65,6 @@ class SourceLayout:
     rows: int
     device: int
     ragged: RaggedLayout | None = None
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of all heads of the mask."""
-        if self.ragged is None:
-            return self.rows * self.num_blocks[1]
-        return math.prod(self.ragged.axes) * math.prod(self.num_blocks)
 
 
 @dataclass(eq=False, slots=True)
@@ -129,37 +123,42 @@ def csr(
 
 def with_sizes(
     source: DeviceSource,
-    given: tuple[KnownSizes | interop.Operand | None, KnownSizes | interop.Operand | None],
+    given: tuple[KnownSizes | SizesOperand | None, KnownSizes | SizesOperand | None],
     most: tuple[int, int],
     shape: tuple[int, int],
     axes: tuple[int, int],
 ) -> DeviceSource:
     """The same mask with blocks of these sizes; arguments as of :class:`RaggedLayout`."""
-    q, kv = (bare_sizes(sizes) for sizes in given)
-    key = source.layout, q, kv, most, shape, axes
-    layout = _ragged.get(key)
-    if layout is None:
-        if len(_ragged) >= _MOST_LAYOUTS:
-            _ragged.clear()
-        ragged = RaggedLayout((q, kv), most, shape, axes)
-        layout = _ragged[key] = replace(source.layout, ragged=ragged)
+    ragged = _ragged(bare_sizes(given[0]), bare_sizes(given[1]), most, shape, axes)
+    layout = _with_ragged(source.layout, ragged)
     arrays, pointers = zip(
-        *[(s.owner, s.pointer) if isinstance(s, interop.Operand) else (None, 0) for s in given],
+        *[(s.array, s.pointer) if isinstance(s, SizesOperand) else (None, 0) for s in given],
         strict=True,
     )
     return DeviceSource(layout, source.arrays, source.pointers, arrays, pointers)
 
 
 def bare_sizes(
-    sizes: KnownSizes | interop.Operand | None,
+    sizes: KnownSizes | SizesOperand | None,
 ) -> KnownSizes | UnreadSizes | None:
-    """Sizes without their memory."""
-    if isinstance(sizes, interop.Operand):
-        return UnreadSizes(replace(sizes, pointer=0, owner=None))
-    return sizes
+    """Sizes without the memory of the caller's array."""
+    return sizes.unread if isinstance(sizes, SizesOperand) else sizes
 
 
-_ragged: dict[Any, SourceLayout] = {}
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _ragged(
+    q: KnownSizes | UnreadSizes | None,
+    kv: KnownSizes | UnreadSizes | None,
+    most: tuple[int, int],
+    shape: tuple[int, int],
+    axes: tuple[int, int],
+) -> RaggedLayout:
+    return RaggedLayout((q, kv), most, shape, axes)
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _with_ragged(layout: SourceLayout, ragged: RaggedLayout) -> SourceLayout:
+    return replace(layout, ragged=ragged)
 
 
 def _source(
@@ -183,7 +182,6 @@ def _source(
 
 
 _layouts: dict[Any, SourceLayout] = {}
-_MOST_LAYOUTS = 256
 
 
 def _read_dense(mask: Any) -> DeviceSource | None:

@@ -10,7 +10,7 @@ class MaskSummary:
     """What a GPU found in a mask.
 
     Attributes:
-        blocks: blocks of all heads, on or off.
+        blocks: blocks of all heads, on or off, without absent ones.
         nnz: blocks that are on.
         in_runs: of those, the ones in horizontal runs of two or more.
 

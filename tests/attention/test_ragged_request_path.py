@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tessera_cupy import BlockMask, block_sparse_attention, make_plan
-from tests.attention.test_request_path import BUILDERS, FORMS, RETAIN
+from tessera_cupy.kernels import device_build, launch
+from tessera_cupy.kernels.fetch import fetch
+from tests.attention.test_request_path import BUILDERS, FORMS, RETAIN, package_calls
 from tests.emulator.emulator import compiler
 from tests.emulator.gpu import EmulatedGpu, Stream
 
@@ -181,15 +184,15 @@ def test_long_lists_are_cut_and_merged(request_of: Any, rng: Any) -> None:
 
 @pytest.mark.parametrize("where", ["host", "gpu"])
 def test_auto_counts_present_blocks(request_of: Any, rng: Any, where: str) -> None:
-    made = request_of(random_sizes(rng, (5,)), random_sizes(rng, (40,)), where=where)
+    q, kv = random_sizes(rng, (5,)), random_sizes(rng, (40,))
+    made = request_of(q, kv, where=where)
     ran = made.check("auto")
     assert ran[:2] == ["mask_state_dense", "ragged_blocks"]
     if ran[2] == "tile_counts_ragged":
         assert (made.gpu.copied, EmulatedGpu.waits) == (64, 1)
-    from tessera_cupy.kernels import device_build
-
     found = device_build.mask_state(made.mask.source, "sm_90a", 3).summary()
-    assert (found.nnz, found.blocks) == (made.host.nnz, 2 * 5 * 40)
+    present = np.prod([np.count_nonzero(s, axis=-1) for s in (q, kv)], axis=0)
+    assert (found.nnz, found.blocks) == (made.host.nnz, 2 * present)
     assert found.run_coverage == pytest.approx(made.host.run_coverage())
 
 
@@ -224,8 +227,6 @@ def test_a_plan_s_arrays_are_those_that_the_gpu_makes(
     (on_gpu,) = plan._prepared._on_device.values()
     tiles, tasks = plan.tiles(), plan.tasks()
     assert 1 << on_gpu.slot_log2 == tiles.shape.slot
-    from tessera_cupy.kernels.fetch import fetch
-
     counts = fetch(on_gpu.counts, 8).wait()
     assert counts[:2].tolist() == [len(tiles.frag_start), len(tasks)]
     plan.check()
@@ -236,15 +237,14 @@ def test_known_sizes_are_uploaded_once(request_of: Any, rng: Any) -> None:
     made = request_of(None, sizes)
     (blocks,) = made.mask.source.arrays
     made.check(RETAIN)
-    layout = made.mask.source.layout
-    known = layout.ragged.sizes[1]
+    known = made.mask.source.layout.ragged.sizes[1]
     (before,) = known.copies.values()
     again = BlockMask.from_dense(
         blocks, (64, 64), made.mask.shape, kv_block_sizes=sizes.astype(np.int32).copy().tolist()
     )
     block_sparse_attention(*made.arrays, again, regime=RETAIN)
     other = BlockMask.from_dense(blocks, (64, 64), made.mask.shape, kv_block_sizes=sizes.copy())
-    assert other.source.layout is layout
+    assert other.source.layout is again.source.layout
     assert list(known.copies.values()) == [before]
     sizes[:] = 0  # a snapshot
     made.check(RETAIN)
@@ -386,3 +386,31 @@ def test_other_plans_of_ragged_blocks_are_the_host_s(request_of: Any, rng: Any, 
         "attend_mma/q64k64/retain-pack/longest",
     ):
         assert not set(made.check(regime)) & set(RAGGED)
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+def test_a_request_is_few_calls_on_the_host(
+    request_of: Any, rng: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As of uniform blocks; sizes that come again are neither copied nor checked again."""
+    sizes = random_sizes(rng, (37,))
+    made = request_of(None, sizes, where=where)
+    monkeypatch.setattr(sys.modules["cupy"], "empty", cache(made.gpu.empty))
+    for module in (launch, device_build):  # the emulator calls the package too
+        monkeypatch.setattr(module, "load", lambda config, device: lambda *_, **__: None)
+    (blocks,) = made.mask.source.arrays
+    given = sizes if where == "host" else made.operands[0]
+    out = made.gpu.empty(made.case.q.shape, made.case.q.dtype)
+    built, cold, warm = 0, 0, 0
+    for _ in range(2):
+        masks: list[BlockMask] = []
+        build = partial(
+            BlockMask.from_dense, blocks, (64, 64), made.mask.shape, kv_block_sizes=given
+        )
+        built = package_calls(lambda build=build, masks=masks: masks.append(build()))
+        run = partial(block_sparse_attention, *made.arrays, *masks, regime=WGMMA, out=out)
+        cold = package_calls(run)
+        warm = package_calls(run)
+    assert 5 < built <= 60
+    assert 20 < cold <= 90
+    assert 10 < warm <= 40
