@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tessera_cupy import reference
+from tessera_cupy.bench.kept import kept_keys
 from tessera_cupy.masks import BlockMask
 
 # Heads computed at a time; each needs about 0.4 GB at 57,600 tokens of head dim 128.
@@ -87,13 +89,39 @@ def expect_rows(
     dtype: Any,
     on_head: Callable[[], None],
 ) -> Expected:
-    """Compute random rows of every head, the first and the last among them.
+    """Compute random rows of every head under a mask; the first and the last are among them.
+
+    Args:
+        mask: the mask, of batch 1, and one head or q's.
+        q: as for :func:`expect`, in the order of the mask, and so are the others.
+        k: the same.
+        v: the same.
+        rows: the same.
+        dtype: the same.
+        on_head: the same.
+    """
+    host = mask.on_host()
+    kept = partial(kept_keys, host)
+    return expect(kept, q, k, v, rows=rows, dtype=dtype, on_head=on_head)
+
+
+def expect(
+    kept: Callable[[int, NDArray[np.int64]], NDArray[np.bool_]],
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    *,
+    rows: int,
+    dtype: Any,
+    on_head: Callable[[], None],
+) -> Expected:
+    """Compute random rows of every head; the first and the last are among them.
 
     Only these rows meet the oracle, so that the cost grows with ``rows * tokens``. The same
     arguments give the same rows.
 
     Args:
-        mask: the mask, of batch 1 and q's heads, with uniform blocks kept whole.
+        kept: of a head's number and rows, (n,) int64, which keys they keep: (n, tokens) bool.
         q: (1, heads, tokens, d), as the kernel reads it, in any float type that holds it.
         k: the same shape.
         v: the same shape.
@@ -102,13 +130,11 @@ def expect_rows(
         on_head: called after each head.
     """
     heads, tokens = q.shape[1:3]
-    kept = mask.to_dense()
     precision = float(_finfo(np.dtype(dtype)).eps)
 
     def head(h: int) -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
         at = _sample(tokens, rows, np.random.default_rng(h))
-        blocks = kept[0, h][at // mask.block_size[0]]
-        keep = np.repeat(blocks, mask.block_size[1], axis=1)[:, :tokens]
+        keep = kept(h, at)
         rows_q, head_k, head_v = q[:, h : h + 1, at], k[:, h : h + 1], v[:, h : h + 1]
         exact = reference.attention(rows_q, head_k, head_v, keep[None, None])[0, 0]
         plain = _plain(rows_q[0, 0], head_k[0, 0], head_v[0, 0], keep, dtype)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy.bench.extras import need
 from tessera_cupy.errors import wrong
+from tessera_cupy.sparsifiers.selection import namespace
 from tessera_cupy.video import VideoGrid
 
 #: Clip names: a street with cyclists, 640x272, 250 frames; a talking head, 176x144, 120 frames.
@@ -110,12 +111,13 @@ def read_features(name: str, grid: VideoGrid) -> _Float:
 
 
 def project(
-    features: _Float, grid: VideoGrid, head: int, *, head_dim: int = 128, seed: int = 0
-) -> tuple[_Float, _Float, _Float]:
+    features: Any, grid: VideoGrid, head: int, *, head_dim: int = 128, seed: int = 0
+) -> tuple[Any, Any, Any]:
     """q, k and v of one head, each (tokens, head_dim) float32.
 
     Args:
-        features: (tokens, n), as :func:`read_features` gives them.
+        features: (tokens, n), as :func:`read_features` gives them; a CuPy array of them makes q, k
+            and v on its GPU.
         grid: the grid of the tokens.
         head: number of the head; with ``seed`` it fixes the projections.
         head_dim: an even number of at least 6.
@@ -129,9 +131,9 @@ def project(
     to_q, noise, to_v = rng.standard_normal(shape, dtype=np.float32)
     to_k = _KEY_IS_QUERY * to_q + np.sqrt(np.float32(1 - _KEY_IS_QUERY**2)) * noise
     sharpness = np.float32(np.exp(rng.uniform(*np.log(_SHARPNESS))))
-    q = sharpness * rotary(_rms_normalise(features @ to_q), grid)
-    k = rotary(_rms_normalise(features @ to_k), grid)
-    return q, k, _rms_normalise(features @ to_v)
+    q = sharpness * rotary(_rms_normalise(_product(features, to_q)), grid)
+    k = rotary(_rms_normalise(_product(features, to_k)), grid)
+    return q, k, _rms_normalise(_product(features, to_v))
 
 
 def video_heads(
@@ -160,7 +162,7 @@ def video_heads(
     return Heads(q, k, v)
 
 
-def rotary(x: _Float, grid: VideoGrid) -> _Float:
+def rotary(x: Any, grid: VideoGrid) -> Any:
     """Turn pairs of channels by angles that grow with a token's frame, row and column.
 
     Channels split over (t, h, w) as Wan does: a third each, rounded down to an even number,
@@ -168,11 +170,11 @@ def rotary(x: _Float, grid: VideoGrid) -> _Float:
     channels turns by ``place * 10000 ** (-2 i / n)``.
 
     Args:
-        x: (tokens, d) in raster order, ``d`` even and at least 6.
+        x: (tokens, d) in raster order, ``d`` even and at least 6; NumPy or CuPy.
         grid: the grid of the tokens.
 
     Returns:
-        (tokens, d) float32.
+        (tokens, d) float32, where ``x`` is.
 
     Raises:
         ValueError: ``d`` is odd or below 6.
@@ -183,25 +185,40 @@ def rotary(x: _Float, grid: VideoGrid) -> _Float:
             wrong("head_dim", "an even number of at least 6", d, "three axes need a pair each")
         )
     third = 2 * (d // 6)
-    places = np.indices((grid.t, grid.h, grid.w), dtype=np.float32).reshape(3, -1, 1)
-    angle = np.concatenate(
-        [
-            place * (_THETA ** (-np.arange(0, n, 2) / n)).astype(np.float32)
-            for place, n in zip(places, (d - 2 * third, third, third), strict=True)
-        ],
-        axis=1,
-    )
-    cos, sin = np.cos(angle), np.sin(angle)
-    even, odd = x[:, 0::2], x[:, 1::2]
-    turned = np.empty(x.shape, dtype=np.float32)
-    turned[:, 0::2] = even * cos - odd * sin
-    turned[:, 1::2] = even * sin + odd * cos
+    xp = namespace(x, "x")
+    turned = xp.empty(x.shape, dtype=np.float32)
+    by_axis = turned.reshape(grid.t, grid.h, grid.w, d)
+    channels = x.reshape(grid.t, grid.h, grid.w, d)
+    first = 0
+    for axis, n in enumerate((d - 2 * third, third, third)):
+        # Tokens of one place on the axis turn alike: a table of places serves all of them.
+        places = np.arange(channels.shape[axis], dtype=np.float32)[:, None]
+        angle = places * (_THETA ** (-np.arange(0, n, 2) / n)).astype(np.float32)
+        shape = [1, 1, 1, n // 2]
+        shape[axis] = len(places)
+        cos, sin = (xp.asarray(table.reshape(shape)) for table in (np.cos(angle), np.sin(angle)))
+        part = slice(first, first + n, 2), slice(first + 1, first + n, 2)
+        even, odd = (channels[..., half] for half in part)
+        by_axis[..., part[0]] = even * cos - odd * sin
+        by_axis[..., part[1]] = even * sin + odd * cos
+        first += n
     return turned
 
 
-def _rms_normalise(x: _Float) -> _Float:
+def _product(features: Any, weights: _Float) -> Any:
+    """``features @ weights``; on a GPU without a library of matrix products."""
+    if isinstance(features, np.ndarray):
+        return features @ weights
+    rows = namespace(features, "features").asarray(weights)
+    total = features[:, :1] * rows[0]
+    for i in range(1, len(rows)):
+        total += features[:, i : i + 1] * rows[i]
+    return total
+
+
+def _rms_normalise(x: Any) -> Any:
     mean_square = (x * x).mean(axis=-1, keepdims=True)
-    return np.asarray(x / np.sqrt(mean_square + np.float32(1e-6)), np.float32)
+    return x / np.sqrt(mean_square + np.float32(1e-6))
 
 
 def _walk(count: int, stride: int, frames: int) -> NDArray[Any]:

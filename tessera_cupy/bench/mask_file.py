@@ -68,6 +68,8 @@ def cached_bits(
 def _key(source: Source, family: Family) -> str:
     """Name of a mask in the file: all that it depends on, so that a new definition is remade."""
     sizes = f"{source.grid}_{source.heads}x{source.head_dim}"
+    if source.layer:
+        sizes += f"_layer{source.layer}"
     return f"{source.clip}_{sizes}_{family.name}_keep{family.keep}"
 
 
