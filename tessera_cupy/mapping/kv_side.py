@@ -1,8 +1,8 @@
 """The KV side of mapping: a tile's KV blocks, cut into fragments and laid out in steps.
 
-Pack writes fragments one after another. Retain and split pad each block's fragments
-to whole steps. Merge gives neighbouring blocks fixed places in one step, whether the
-tile needs them or not.
+Pack writes fragments one after another, those with token bits last. Retain and split pad each
+block's fragments to whole steps. Merge gives neighbouring blocks fixed places in one step, whether
+the tile needs them or not.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def lay_out(mask: BlockMask, lists: TileLists, side: KvSide, shape: TileShape) -
         fragments = _cut(lists, start, width, refined, shape.slot, most, uniform)
         if side == "pack":
             offsets = _firsts(fragments.counts, lists.offsets)
+            if refined is not None:
+                fragments = _bits_last(fragments, offsets)
         else:
             offsets, fragments = _padded(fragments, lists.offsets, shape.fragments)
     bits = np.empty((0, shape.q, words_of(shape.slot)), np.uint32)
@@ -143,6 +145,19 @@ def _cut(
         frag_start, length = frag_start[alive], length[alive]
         members, bits = members[alive], bits[alive]
     return _Fragments(counts, frag_start, length, members, bits)
+
+
+def _bits_last(fragments: _Fragments, offsets: NDArray[np.int64]) -> _Fragments:
+    """Each list's fragments without token bits first, so that few steps apply bits."""
+    tile = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    order = np.lexsort((fragments.bits >= 0, tile))
+    return _Fragments(
+        1,
+        fragments.start[order],
+        fragments.length[order],
+        fragments.members[order],
+        fragments.bits[order],
+    )
 
 
 def _padded(

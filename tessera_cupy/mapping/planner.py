@@ -192,8 +192,8 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
 
     Every active (query, key) pair of the mask is in exactly one (tile, fragment), and no
     inactive pair is in any; every query row is in exactly one tile. Fragments of a tile
-    ascend by KV row, with share and regroup inside each of their classes. Heads and batches that
-    the mask broadcasts stay broadcast.
+    ascend by KV row, with pack first those without token bits, with share and regroup inside each
+    of their classes. Heads and batches that the mask broadcasts stay broadcast.
 
     Args:
         mask: the mask.

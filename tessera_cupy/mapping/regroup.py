@@ -109,6 +109,8 @@ def units(order: NDArray[np.int32], block: int, q: int, tokens: int) -> NDArray[
 
 def _equal_together(listed: NDArray[np.uint64]) -> NDArray[np.int64]:
     """The rows in an order in which equal lists follow each other, by the first of each."""
+    if not listed.shape[1]:  # no KV blocks at all
+        return np.arange(len(listed))
     whole = np.ascontiguousarray(listed).view(np.dtype((np.void, listed.shape[1] * 8)))[:, 0]
     _, first, of = np.unique(whole, return_index=True, return_inverse=True)
     return np.argsort(first[of], kind="stable")

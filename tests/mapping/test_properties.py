@@ -133,7 +133,7 @@ def check_rows(tiles, sq):
     assert (ends[closes] == sq).all()
 
 
-def check_fragments(tiles, skv, *, in_order=True):
+def check_fragments(tiles, skv, *, packed, in_order=True):
     tile, _, real = fragments_of(tiles)
     start, length = tiles.frag_start.astype(np.int64), tiles.frag_len
     assert ((length >= 0) & (length <= tiles.shape.slot)).all()
@@ -145,10 +145,16 @@ def check_fragments(tiles, skv, *, in_order=True):
     assert (tiles.frag_bits[~real] == -1).all()
     groups = -(-tiles.tile_q[tile, 1] // 8)
     assert (tiles.frag_members.astype(np.uint64) >> groups.astype(np.uint64) == 0).all()
-    # Fragments with members ascend by KV row and do not overlap.
-    t, s, e = tile[real], start[real], (start + length)[real]
-    same = (t[1:] == t[:-1]) & in_order
+    # Fragments with members do not overlap, and ascend by KV row, packed ones first those without
+    # bits.
+    bits = (tiles.frag_bits >= 0) & packed
+    t, s, e, b = tile[real], start[real], (start + length)[real], bits[real]
+    same = (t[1:] == t[:-1]) & (b[1:] == b[:-1]) & in_order
     assert (s[1:][same] >= e[:-1][same]).all()
+    assert (b[1:] >= b[:-1])[(t[1:] == t[:-1]) & in_order].all()
+    order = np.lexsort((s, t))
+    t, s, e = t[order], s[order], e[order]
+    assert (s[1:] >= e[:-1])[t[1:] == t[:-1]].all()
 
 
 def check_bits(tiles):
@@ -187,7 +193,9 @@ def check_classes(tiles):
     kind = (members & ((1 << half) - 1) != 0) * 1 + (members >> half != 0) * 2
     for t in range(len(tiles)):
         mine = (tile == t) & real
-        kinds, steps, starts = kind[mine], step[mine], tiles.frag_start[mine].astype(np.int64)
+        kinds, steps = kind[mine], step[mine]
+        # Fragments with token bits come last.
+        starts = tiles.frag_start[mine] + 2**32 * (tiles.frag_bits[mine] >= 0).astype(np.int64)
         of_step = np.zeros(tiles.steps[t], int)
         np.bitwise_or.at(of_step, steps, kinds)
         assert (np.diff((of_step == 3).astype(int)) <= 0).all()
@@ -293,7 +301,8 @@ def test_each_active_pair_once_and_no_other(made, q, kv, data):
         np.testing.assert_array_equal(expand(tiles, *mask.shape), tokens, mapping.name)
         check_arrays(tiles)
         check_rows(tiles, mask.shape[0])
-        check_fragments(tiles, mask.shape[1], in_order=mapping.q not in ("share", "regroup"))
+        in_order = mapping.q not in ("share", "regroup")
+        check_fragments(tiles, mask.shape[1], packed=mapping.kv == "pack", in_order=in_order)
         check_bits(tiles)
         check_steps(tiles, mask, tokens, mapping)
         check_tile_count(tiles, mask, mapping.q)

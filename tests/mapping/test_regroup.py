@@ -40,7 +40,8 @@ def plain_order(dense: NDArray[np.bool_], joined: int, whole: int) -> list[int]:
     lists = [every[i] for [i] in groups]
     while groups and len(groups[0]) < joined:
         pairs = plain_pairs(lists)
-        groups = [sum(sorted((groups[i], groups[j])), []) for i, j in pairs]
+        joint = [sorted((groups[i], groups[j])) for i, j in pairs]
+        groups = [low + high for low, high in joint]
         lists = [lists[i] | lists[j] for i, j in pairs]
     return [block for group in sorted(groups) for block in group] + list(range(whole, len(dense)))
 
