@@ -34,8 +34,15 @@ class RoutedPlan:
                 plan.run(q, k, v, out, chosen=routes, taken=i)
     """
 
-    def __init__(self, mask: BlockMask, q: Any, k: Any, v: Any) -> None:
+    def __init__(self, mask: BlockMask, q: Any, k: Any, v: Any, *, regime: str = "auto") -> None:
         """Choose the plan for a mask of one head and arrays like these; nothing is computed yet.
+
+        Args:
+            mask: of one head, from the host.
+            q: (batch, heads, tokens, head_dim) on a GPU.
+            k: likewise.
+            v: likewise.
+            regime: as in :func:`tessera_cupy.make_plan`.
 
         Raises:
             ValueError: the mask has a batch or head axis, is over GPU arrays, or does not fit.
@@ -49,7 +56,7 @@ class RoutedPlan:
                     "pass the mask that all heads on this route share",
                 )
             )
-        self.plan = make_plan(mask, q, k, v)
+        self.plan = make_plan(mask, q, k, v, regime=regime)
         self._on_device: dict[int, DevicePlan] = {}
 
     def run(

@@ -37,6 +37,8 @@ from tessera_cupy.video import VideoGrid
 SPATIAL, TEMPORAL = 0, 1
 #: Blocks of the masks: query rows of one tile, and keys of one fragment.
 BLOCK = (128, 64)
+#: Blocks of the mask of temporal heads in raster order: query rows that are gathered together.
+UNIT_BLOCK = (16, 16)
 #: Neighbouring query rows that are drawn together: the lists of a whole tile are then nearly one.
 RUN = BLOCK[0]
 
@@ -136,6 +138,27 @@ def temporal_mask(grid: VideoGrid, places: int) -> BlockMask:
     begin = np.stack([np.full_like(token, start), first], axis=1)
     end = np.stack([np.full_like(token, behind), last], axis=1)
     return interval_mask(*_with_text(grid, token, begin, end), BLOCK, grid.tokens)
+
+
+@lru_cache(maxsize=8)
+def raster_temporal_mask(grid: VideoGrid, places: int) -> BlockMask:
+    """The same over tokens in raster order, in which a temporal head keeps a run of each frame.
+
+    Its query blocks are 16 neighbouring places of a frame, the unit that tiles gather: regrouped,
+    a tile takes the blocks of the same places in several frames, which keep the same keys.
+
+    Raises:
+        ValueError: ``places`` is no reach within a frame.
+    """
+    _check_reach("places", places, grid.frame_tokens)
+    token, size = np.arange(grid.tokens) - grid.video_start, grid.frame_tokens
+    place, frame = token % size, np.arange(1, grid.t)
+    begin = frame * size + np.maximum(place - places, 0)[:, None]
+    end = frame * size + np.minimum(place + places + 1, size)[:, None]
+    sink = np.zeros((grid.tokens, 1), np.int64)
+    begin = grid.video_start + np.concatenate([sink, begin], axis=1)
+    end = grid.video_start + np.concatenate([sink + size, end], axis=1)
+    return interval_mask(*_with_text(grid, token, begin, end), UNIT_BLOCK, grid.tokens)
 
 
 @lru_cache(maxsize=8)

@@ -40,6 +40,7 @@ def svg_attention(
     routes: Any = None,
     step: int | None = None,
     warm_up_steps: int = WARM_UP_STEPS,
+    in_place: bool = False,
     sm_scale: float | None = None,
     stream: Any = None,
 ) -> Any:
@@ -59,6 +60,9 @@ def svg_attention(
         step: the denoising step, from 0; the first ``warm_up_steps`` are dense. None is no such
             step.
         warm_up_steps: dense steps.
+        in_place: leave the tokens of temporal heads where they are: tiles gather the rows of the
+            same places over time, and read keys in runs of each frame. Needs a GPU with
+            ``attend_wgmma``, and no room for copies.
         sm_scale: factor on the scores; None means ``1 / sqrt(d)``.
         stream: stream to run on; None means the current one of q's framework.
 
@@ -83,7 +87,7 @@ def svg_attention(
     if step is not None and step < warm_up_steps:
         dense = _dense(grid.tokens)
         return block_sparse_attention(q, k, v, dense, sm_scale=sm_scale, stream=stream)
-    rule = _Rule(grid, svg.windows(grid, keep), sample, seed, sm_scale)
+    rule = _Rule(grid, svg.windows(grid, keep), sample, seed, in_place, sm_scale)
     if interop.on_host(q):
         host = [interop.host_array(x) for x in (q, k, v)]
         result = _on_host(_Inputs(*host), rule, routes)
@@ -115,6 +119,7 @@ class _Rule(NamedTuple):
     reach: svg.Windows
     sample: float
     seed: int
+    in_place: bool
     sm_scale: float | None
 
     def route(self, inputs: _Inputs) -> Any:
@@ -151,8 +156,12 @@ def _on_gpu(inputs: _Inputs, out: Any, rule: _Rule, routes: Any) -> None:
     else:
         routes = cupy.ascontiguousarray(_of_cupy(routes, cupy))
     _check_routes(routes, inputs.q, "CuPy")
-    chosen = svg.orders(rule.grid).choosing(routes)
     spatial, temporal = _plans(rule, inputs)
+    if rule.in_place:
+        for taken, plan in ((svg.SPATIAL, spatial), (svg.TEMPORAL, temporal)):
+            plan.run(*inputs, out, chosen=routes, taken=taken, sm_scale=rule.sm_scale)
+        return
+    chosen = svg.orders(rule.grid).choosing(routes)
     # Only temporal heads of these are ever written or read; q's place then takes their output.
     moved = _Inputs(*(cupy.empty(x.shape, x.dtype) for x in inputs))
     scale = rule.sm_scale
@@ -181,6 +190,8 @@ def _dense(tokens: int) -> BlockMask:
     return BlockMask.from_dense(np.ones((blocks, blocks), bool), (128, 128), (tokens, tokens))
 
 
+# The plan of temporal heads in raster order: blocks of the same places make a tile.
+_IN_PLACE = "attend_wgmma/q128k192/regroup-pack/longest+split"
 _MOST_PLANS = 16
 _made: OrderedDict[Any, tuple[RoutedPlan, RoutedPlan]] = OrderedDict()
 _making = threading.Lock()
@@ -189,11 +200,15 @@ _making = threading.Lock()
 def _plans(rule: _Rule, inputs: _Inputs) -> tuple[RoutedPlan, RoutedPlan]:
     """The plans of spatial and of temporal heads, made once for arrays of a shape."""
     q, grid, reach = inputs.q, rule.grid, rule.reach
-    key = (grid, reach, q.shape, q.dtype.name, gpus.arch_of(q.device.id).name)
+    key = (grid, reach, rule.in_place, q.shape, q.dtype.name, gpus.arch_of(q.device.id).name)
     with _making:
         if key not in _made:
-            masks = svg.spatial_mask(grid, reach.frames), svg.temporal_mask(grid, reach.places)
-            spatial, temporal = (RoutedPlan(mask, *inputs) for mask in masks)
+            spatial = RoutedPlan(svg.spatial_mask(grid, reach.frames), *inputs)
+            if rule.in_place:
+                mask = svg.raster_temporal_mask(grid, reach.places)
+                temporal = RoutedPlan(mask, *inputs, regime=_IN_PLACE)
+            else:
+                temporal = RoutedPlan(svg.temporal_mask(grid, reach.places), *inputs)
             while len(_made) >= _MOST_PLANS:
                 _made.popitem(last=False)
             _made[key] = spatial, temporal

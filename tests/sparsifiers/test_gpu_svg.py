@@ -62,6 +62,9 @@ def test_the_call_is_exact(grid: VideoGrid, dtype: Any) -> None:
     check_rows(grid, cupy.asnumpy(out), host, routes, reach)
     again = svg_attention(*arrays, grid, keep=0.4)
     assert (again.view(np.uint16) == out.view(np.uint16)).all()
+    if cupy.cuda.Device().compute_capability == "90":
+        out = svg_attention(*arrays, grid, keep=0.4, in_place=True)
+        check_rows(grid, cupy.asnumpy(out), host, routes, reach)
 
 
 @pytest.mark.parametrize("taken", [0, 1])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tessera_cupy import reference
+from tessera_cupy.mapping import Mapping, map_mask
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.sparsifiers import svg
 from tessera_cupy.sparsifiers.svg_attention import svg_attention
@@ -61,6 +62,8 @@ def test_masks_keep_what_the_definition_keeps(grid: VideoGrid, reach: int) -> No
     expected = kept(grid, svg.TEMPORAL, reach)[order][:, order]
     assert (tokens_of(mask, everything) == expected).all()
     assert mask.active_pairs() == svg.temporal_pairs(grid, reach)
+    mask = svg.raster_temporal_mask(grid, reach)
+    assert (tokens_of(mask, everything) == kept(grid, svg.TEMPORAL, reach)).all()
 
 
 def test_masks_are_exact_at_a_model_s_size() -> None:
@@ -82,6 +85,17 @@ def test_densities_are_the_published_ones(name: str) -> None:
     reach = svg.windows(grid, 0.3)
     for pairs in (svg.spatial_pairs(grid, reach.frames), svg.temporal_pairs(grid, reach.places)):
         assert 0.25 - 0.02 <= pairs / grid.tokens**2 <= 0.30
+
+
+def test_regrouped_tiles_take_the_same_places_of_several_frames() -> None:
+    grid = VideoGrid(8, 8, 16)  # eight units of 16 rows make a tile
+    mask = svg.raster_temporal_mask(grid, 20)
+    tiles = map_mask(mask, Mapping("regroup", "pack"), 128, 64)
+    merged = map_mask(mask, Mapping("share", "pack"), 128, 64)
+    assert tiles.tile_units is not None
+    spread = np.ptp(tiles.tile_units % grid.frame_tokens, axis=1)
+    assert (spread == 0).all()
+    assert tiles.steps.sum() < 0.8 * merged.steps.sum()
 
 
 def test_windows_are_the_widest_that_fit() -> None:
