@@ -447,6 +447,20 @@ def test_ragged_lists_are_split_and_merged(run: Runner) -> None:
     assert cut >= {2, 3}
 
 
+def test_the_last_round_is_not_cut_where_few_blocks_are_present(run: Runner) -> None:
+    """Six blocks, of which three are absent, on four CTAs: all present ones start at once."""
+    blocks = np.zeros((1, 6, 200), np.bool_)
+    for row, count in zip(blocks[0], [200, 30, 200, 20, 7, 9], strict=True):
+        row[:count] = True
+    sizes = np.array([64, 0, 30, 64, 0, 0])
+    mask = BlockMask.from_dense(blocks, (64, 64), q_block_sizes=sizes)
+    device = DeviceModel(sms=4, ctas_per_sm=1, l2_bytes=1 << 20)
+    request = Request(mask, "retain", (64, 64), device=device)
+    tasks = check(run, request, mask.to_dense()[0])
+    assert len(tasks.merge_tile) == 2
+    assert (tasks.task_slot == -1).sum() == 1
+
+
 def test_room_for_ragged_blocks_is_enough() -> None:
     rng = np.random.default_rng(4)
     for step in (1, 8):
