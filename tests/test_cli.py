@@ -16,6 +16,7 @@ import pytest
 
 import tessera_cupy
 from tessera_cupy.attention import make_plan
+from tessera_cupy.bench.rules import RULES
 from tessera_cupy.cli import cache as cache_command
 from tessera_cupy.cli import gpu, main
 from tessera_cupy.cli.output import plain, size
@@ -388,8 +389,18 @@ def test_demo_hands_on_its_arguments(
     out = tmp_path / "picture.png"
     arguments = ["demo", "--out", str(out), "--grid", "2", "8", "12", "--heads", "3"]
     report = run_json([*arguments, "--device", "cpu"], capsys, status=0 if passed else 1)
-    assert seen == {"out": out, "grid": (2, 8, 12), "heads": 3, "device": "cpu"}
+    expected = {"grid": (2, 8, 12), "heads": 3, "rule": "spade", "device": "cpu"}
+    assert seen == {"out": out, **expected}
     assert report == {"passed": passed, "png": str(out), "error": None}
+
+
+def test_demo_lists_the_rules_for_a_name_that_is_none(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["demo", "--rule", "spades"])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert "'spades'" in error
+    assert all(name in error for name in RULES)
 
 
 # Cache

@@ -12,7 +12,9 @@ from rich.console import Console
 
 from tessera_cupy import interop, reference
 from tessera_cupy.bench import clips, demo, extras, memory
+from tessera_cupy.bench.rules import RULES
 from tessera_cupy.errors import NoGpuError
+from tessera_cupy.video import VideoGrid
 
 GRID = (3, 9, 11)
 
@@ -149,6 +151,40 @@ def test_wrong_arguments(wrong: dict[str, Any], message: str, tmp_path: Path) ->
         demo.run_demo(tmp_path / "x.png", console=console(), **arguments)
 
 
+@pytest.mark.parametrize("rule", ["sta", "radial", "svg", "svg2", "global-local"])
+def test_any_rule_is_run_checked_and_drawn(rule: str, tmp_path: Path) -> None:
+    needs_packages()
+    screen = console()
+    out = tmp_path / "demo.png"
+    report = demo.run_demo(out, grid=GRID, heads=2, rule=rule, device="cpu", console=screen)
+    assert report["passed"], report["check"]
+    assert report["mask"]["name"] == rule
+    # Three frames are all near to each other.
+    assert (report["mask"]["density"] < 1) == (rule != "radial")
+    assert report["mask"]["blocks_in_a_row"][0] > 0
+    assert report["mask"]["ragged"] == (rule in ("sta", "svg2"))
+    assert out.read_bytes().startswith(b"\x89PNG")
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert f"{RULES[rule].title}'s rule keeps" in text
+    assert "3-D tiles" not in text
+    assert ("published" in text) == (rule != "global-local")
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_a_rule_that_there_is_not_lists_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`rule`: expected one of spade, .*svg2.*'svg3'"):
+        demo.run_demo(
+            tmp_path / "x.png", grid=None, heads=1, rule="svg3", device="cpu", console=console()
+        )
+
+
+def test_each_rule_has_a_grid_of_its_own() -> None:
+    assert demo._own_size(RULES["spade"], False) == (VideoGrid(13, 20, 30), 4)
+    assert demo._own_size(RULES["spade"], True) == (VideoGrid(21, 30, 52), 12)
+    assert demo._own_size(RULES["sta"], False) == (VideoGrid(10, 24, 40), 4)
+    assert demo._own_size(RULES["sta"], True) == (VideoGrid(30, 48, 80), 4)
+
+
 def no_work(*_: object) -> None:
     raise AssertionError("the demo began to work")
 
@@ -183,10 +219,11 @@ def test_a_grid_that_does_not_fit_in_memory_is_refused_before_the_work(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", ["spade", "svg", "svg2", "sta"])
+def test_on_a_gpu(rule: str, tmp_path: Path) -> None:
     needs_packages()
     report = demo.run_demo(
-        tmp_path / "demo.png", grid=(5, 18, 26), heads=2, device="gpu", console=console()
+        tmp_path / "demo.png", grid=(5, 18, 26), heads=2, rule=rule, device="gpu", console=console()
     )
     assert report["passed"], report["check"]
     assert report["dtype"] == "bfloat16"

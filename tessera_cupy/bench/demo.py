@@ -1,8 +1,8 @@
 """The main job on real input: video frames to mask, mask to plan, plan to checked attention.
 
-On a GPU it runs Wan's 480p grid in bfloat16 and compares times with dense attention. Without
-one, a smaller grid goes through the NumPy executor, which computes tile by tile what a kernel
-would.
+On a GPU it runs the grid of the rule's model in bfloat16 and compares times with dense attention.
+Without one, a smaller grid goes through the NumPy executor, which computes tile by tile what a
+kernel would.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tessera_cupy.attention import make_plan
 from tessera_cupy.bench import clips, gpu, memory
 from tessera_cupy.bench.check import Check, check_rows
 from tessera_cupy.bench.extras import need
+from tessera_cupy.bench.rules import RULES, Rule, find
 from tessera_cupy.bench.steps import Step, Steps
 from tessera_cupy.bench.summary import summary_table
 from tessera_cupy.errors import NoGpuError, wrong
@@ -31,11 +32,14 @@ if TYPE_CHECKING:
 
 CLIP = "bikes"
 HEAD_DIM = 128
+RULE = "spade"
 
-#: Without a GPU: 7,800 tokens, which are 121 blocks of 64 and one of 56.
-HOST_GRID, HOST_HEADS = VideoGrid(13, 20, 30), 4
-#: With one: 32,760 tokens, which are 511 blocks of 64 and one of 56.
+#: Without a GPU, of SPADE: 7,800 tokens, which are 121 blocks of 64 and one of 56.
+HOST_GRID, HOST_HEADS = RULES[RULE].small, 4
+#: With one, of SPADE: 32,760 tokens, which are 511 blocks of 64 and one of 56.
 GPU_HEADS, _, GPU_GRID = MODELS["wan-1.3b-81f-480p"]
+#: Heads of all other rules on a GPU, whose grids have up to 118,800 tokens.
+GPU_FEW_HEADS = 4
 
 # Peaks of memory beyond the program's own, measured on the CPU at 7,800 to 93,600 tokens and 1
 # to 8 heads: copies of q, k, v and o; what the check and the rule hold for a token; what mask,
@@ -54,6 +58,7 @@ def run_demo(
     *,
     grid: tuple[int, int, int] | None,
     heads: int | None,
+    rule: str = RULE,
     device: str = "auto",
     console: Console,
 ) -> dict[str, Any]:
@@ -62,8 +67,9 @@ def run_demo(
     Args:
         out: the picture to write, a PNG or what else matplotlib writes by the name's ending; its
             folder is made when missing.
-        grid: (frames, rows, columns) of tokens, or None for the device's own.
+        grid: (frames, rows, columns) of tokens, or None for the device's and the rule's own.
         heads: number of heads, or None for the device's own.
+        rule: name in :data:`tessera_cupy.bench.rules.RULES`.
         device: ``"auto"`` (a GPU where there is one), ``"gpu"`` or ``"cpu"``.
         console: where progress and the summary go.
 
@@ -72,12 +78,14 @@ def run_demo(
         against float64, times, the mappings that were drawn, and ``passed``.
 
     Raises:
-        MissingExtraError: a package of the ``demo`` extra is not installed.
+        MissingExtraError: a package of the ``demo`` extra, or one that the rule needs, is not
+            installed.
         NoGpuError: ``device="gpu"`` and none can be used.
-        ValueError: ``out``, ``grid``, ``heads`` or ``device`` is not one that can be run.
+        ValueError: ``out``, ``grid``, ``heads``, ``rule`` or ``device`` is not one that can be run.
     """
+    chooser = find(rule)
     on_gpu = _use_gpu(device)
-    tokens, default_heads = (GPU_GRID, GPU_HEADS) if on_gpu else (HOST_GRID, HOST_HEADS)
+    tokens, default_heads = _own_size(chooser, on_gpu)
     if grid is not None:
         tokens = VideoGrid(*grid)
     heads = default_heads if heads is None else heads
@@ -120,16 +128,16 @@ def run_demo(
 
     with steps.step("Choose blocks") as step:
         q, k, v = map(interop.import_cupy().asarray, host) if on_gpu else host
-        chosen = spade.select(q, k, tokens)
+        chosen = chooser.select(q, k, v, tokens)
         mask = chosen.mask
-        report["mask"] = _describe(chosen)
+        report["mask"] = _describe(chooser, chosen)
         step.done(
-            f"SPADE's rule keeps {mask.density():.1%} of the (query, key) pairs in blocks of "
-            f"64x64; run coverage {mask.run_coverage():.2f}"
+            f"{chooser.title}'s rule keeps {mask.density():.1%} of the (query, key) pairs in "
+            f"{_blocks(mask)}; run coverage {mask.run_coverage():.2f}"
         )
 
     with steps.step("Plan") as step:
-        q, k, v = (chosen.permute(x) for x in (q, k, v))
+        q, k, v = chosen.permute(q), chosen.permute_kv(k), chosen.permute_kv(v)
         plan = make_plan(mask, q, k, v)
         plan.tasks()
         report["plan"] = plan.summary()
@@ -165,7 +173,7 @@ def run_demo(
             step.done(f"median of {_TIMED} runs each, by CUDA events")
 
     with steps.step("Draw") as step:
-        report["mappings"] = _draw(mask, plan, out)
+        report["mappings"] = _draw(chooser, mask, plan, out)
         report["png"] = str(out)
         step.done(f"the mask and its tiles under {len(report['mappings'])} mappings: {out}")
 
@@ -173,6 +181,15 @@ def run_demo(
     report["seconds"] = steps.seconds
     console.print(summary_table(report))
     return report
+
+
+def _own_size(rule: Rule, on_gpu: bool) -> tuple[VideoGrid, int]:
+    """The grid and the heads that a rule is shown with."""
+    if not on_gpu:
+        return rule.small, HOST_HEADS
+    if rule.name == RULE:
+        return GPU_GRID, GPU_HEADS  # of Wan's grids, all of which are its own, the smallest
+    return rule.grid, GPU_FEW_HEADS
 
 
 def _use_gpu(device: str) -> bool:
@@ -226,17 +243,29 @@ def _execute(plan: Plan, arrays: tuple[Any, Any, Any], step: Step) -> Any:
         return reference.execute(plan, *arrays, on_task=lambda done, total: step.advance())
 
 
-def _describe(chosen: Selection) -> dict[str, Any]:
+def _describe(rule: Rule, chosen: Selection) -> dict[str, Any]:
     mask = chosen.mask
-    counts = mask.row_counts()
+    # SVG2 has blocks without tokens behind the last.
+    filled = np.broadcast_to(np.diff(mask.q_starts(), axis=-1) > 0, mask.row_counts().shape)
+    counts = mask.row_counts()[filled]
+    tiles = {} if rule.module is not spade else {"tiles": [str(t) for t in spade.tiles_of(chosen)]}
     return {
-        "rule": "SPADE, regenerated from the clip",
+        "rule": f"{rule.title}, regenerated from the clip",
+        "name": rule.name,
         "block_size": list(mask.block_size),
+        "ragged": mask.ragged,
         "density": mask.density(),
+        "published_density": rule.density and list(rule.density),
         "run_coverage": mask.run_coverage(),
         "blocks_in_a_row": [int(counts.min()), int(counts.max())],
-        "tiles": [str(tile) for tile in spade.tiles_of(chosen)],
+        **tiles,
     }
+
+
+def _blocks(mask: BlockMask) -> str:
+    """The blocks in words."""
+    bq, bkv = mask.block_size
+    return f"blocks of {'up to ' if mask.ragged else ''}{bq}x{bkv}"
 
 
 def _verdict(check: Check) -> str:
@@ -275,10 +304,10 @@ def _speed(plan: Plan, mask: BlockMask, arrays: tuple[Any, Any, Any], step: Step
     }
 
 
-def _draw(mask: BlockMask, plan: Plan, out: Path) -> list[dict[str, Any]]:
+def _draw(rule: Rule, mask: BlockMask, plan: Plan, out: Path) -> list[dict[str, Any]]:
     from tessera_cupy import viz
 
-    title = f"SPADE's mask on {CLIP}.mp4, as physical tiles"
+    title = f"{rule.title}'s mask on {CLIP}.mp4, as physical tiles"
     figure = viz.mask_to_tiles(mask, plan=plan.spec, title=title)
     figure.savefig(out, dpi=_DPI)
     return [

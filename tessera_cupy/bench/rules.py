@@ -198,7 +198,7 @@ _RULES = (
         radial,
         "hunyuan-117f-768p",
         (0.275, 0.275),
-        VideoGrid(10, 24, 32),
+        VideoGrid(16, 16, 24),
         _radial,
         fixed=True,
     ),

@@ -30,7 +30,6 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     mask = report["mask"]
     grid = "x".join(map(str, report["grid"]))
     fewest, most = mask["blocks_in_a_row"]
-    tiles = Counter(mask["tiles"]).most_common()
     yield "device", report["device"]
     yield (
         "input",
@@ -43,7 +42,13 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"density {mask['density']:.3f}, run coverage {mask['run_coverage']:.2f}, "
         f"{fewest} to {most} blocks in a row",
     )
-    yield "3-D tiles", ", ".join(f"{shape} in {n} of the heads" for shape, n in tiles)
+    if mask["published_density"]:
+        least, most = mask["published_density"]
+        span = f"{least:.3f}" if least == most else f"{least:.3f} to {most:.3f}"
+        yield "published", f"density {span} on the model's own grid and data"
+    if "tiles" in mask:
+        tiles = Counter(mask["tiles"]).most_common()
+        yield "3-D tiles", ", ".join(f"{shape} in {n} of the heads" for shape, n in tiles)
     yield "plan", report["plan"]["name"]
     if "speed" in report:
         speed = report["speed"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tessera_cupy.bench.rules import RULES
 from tessera_cupy.cli.output import Commands, Output, add_json
 
 
@@ -15,6 +16,13 @@ def add_to(commands: Commands) -> None:
         help="attention on real video frames under a real mask, checked, with a picture",
         description="Frames of a real clip become q, k and v; a published rule chooses the "
         "mask; the mask is planned, executed, checked against float64, and drawn.",
+    )
+    parser.add_argument(
+        "--rule",
+        choices=tuple(RULES),
+        default="spade",
+        metavar="NAME",
+        help=f"of {', '.join(RULES)} (default: spade)",
     )
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture to write")
     parser.add_argument(
@@ -38,6 +46,7 @@ def _run(args: argparse.Namespace, output: Output) -> int:
         args.out,
         grid=tuple(args.grid) if args.grid else None,
         heads=args.heads,
+        rule=args.rule,
         device=args.device,
         console=output.console,
     )
