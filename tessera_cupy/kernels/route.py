@@ -37,9 +37,10 @@ def choose_routes(o: Any, lse: Any, arch: str) -> tuple[Any, Any]:
     """Choose between two patterns by their sampled rows.
 
     Args:
-        o: (heads, 4, rows, head_dim) CuPy array of 16-bit floats, C-contiguous: the rows' attention
-            over the keys of both patterns, of pattern 0 alone, of pattern 1 alone, and of neither.
-        lse: (heads, 4, rows) float32 CuPy array, C-contiguous, -inf where there is no such key; of
+        o: (heads, 5, rows, head_dim) CuPy array of 16-bit floats, C-contiguous: the rows' attention
+            over the keys of both patterns, of pattern 0 alone, of pattern 1 alone, and of neither,
+            those in two parts.
+        lse: (heads, 5, rows) float32 CuPy array, C-contiguous, -inf where there is no such key; of
             each row one of the first two is finite, and the first or the third.
         arch: architecture of the current device.
 

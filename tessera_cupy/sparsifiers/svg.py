@@ -170,14 +170,14 @@ def orders(grid: VideoGrid) -> TokenOrders:
 class Samples(NamedTuple):
     """The query rows by which heads are routed, the same for all heads.
 
-    Keys are in classes: of both patterns, of the spatial alone, of the temporal alone, of neither.
-    Attention over each class and its LSE give dense attention and that of the patterns, and each
+    Keys are in classes: of both patterns, of the spatial alone, of the temporal alone, of neither
+    in even frames and in odd ones, which are so many. Attention over each class and its LSE give dense attention and that of the patterns, and each
     product of a query and a key is computed once.
 
     Attributes:
         tokens: (n,) int32, ascending: runs of :data:`RUN` neighbours, so that the rows of a tile
             keep nearly the same keys.
-        mask: (n, tokens) of four heads, the classes.
+        mask: (n, tokens) of five heads, the classes.
     """
 
     tokens: NDArray[np.int32]
@@ -214,7 +214,7 @@ def samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samp
 
 
 def _classes(grid: VideoGrid, token: _Int, reach: Windows) -> tuple[_Int, _Int]:
-    """Key intervals of the four classes, (4, n, intervals), for video tokens in raster order."""
+    """Key intervals of the classes, (5, n, intervals), for video tokens in raster order."""
     size, frames = grid.frame_tokens, np.arange(grid.t)
     frame, place = np.divmod(token, size)
     # Each frame is cut in three: before, within and behind the places of the temporal pattern.
@@ -227,7 +227,15 @@ def _classes(grid: VideoGrid, token: _Int, reach: Windows) -> tuple[_Int, _Int]:
     temporal = np.array([False, True, False]) | np.zeros_like(near)
     near[:, 0] = temporal[:, 0] = True  # the sink
     begin, end = cuts[..., :3], cuts[..., 1:]
-    of_class = (near & temporal, near & ~temporal, ~near & temporal, ~near & ~temporal)
+    even = (frames % 2 == 0)[:, None]
+    neither = ~near & ~temporal
+    of_class = (
+        near & temporal,
+        near & ~temporal,
+        ~near & temporal,
+        neither & even,
+        neither & ~even,
+    )
     sides = []
     for kept in of_class:
         lists = np.where(kept, begin, 0), np.where(kept, end, 0)

@@ -36,8 +36,8 @@ def gpu(kernel_cache: Path) -> Iterator[EmulatedGpu]:
 def test_the_closer_pattern_is_taken(gpu: EmulatedGpu, dtype: Any, sizes: tuple[int, ...]) -> None:
     heads, rows, head_dim = sizes
     rng = np.random.default_rng(rows)
-    o = rng.standard_normal((heads, 4, rows, head_dim)).astype(dtype)
-    lse = (3 * rng.standard_normal((heads, 4, rows)) - 40).astype(np.float32)
+    o = rng.standard_normal((heads, 5, rows, head_dim)).astype(dtype)
+    lse = (3 * rng.standard_normal((heads, 5, rows)) - 40).astype(np.float32)
     for head in range(heads):  # one pattern of each head has nearly all of the weight
         lse[head, 1 + (head + 1) % 2] += 9
     lse[:, 0, ::3] = -np.inf  # keys of no row's both patterns, and of some rows' neither
@@ -55,9 +55,9 @@ def test_the_closer_pattern_is_taken(gpu: EmulatedGpu, dtype: Any, sizes: tuple[
 
 
 def test_as_close_is_the_first_pattern(gpu: EmulatedGpu) -> None:
-    o = np.ones((2, 4, 16, 8), np.float16)
+    o = np.ones((2, 5, 16, 8), np.float16)
     route, errors = choose_routes(
-        gpu.array(o), gpu.array(np.zeros((2, 4, 16), np.float32)), "sm_90a"
+        gpu.array(o), gpu.array(np.zeros((2, 5, 16), np.float32)), "sm_90a"
     )
     assert route.get().tolist() == [0, 0]
     assert errors.get().max() < 1e-10
