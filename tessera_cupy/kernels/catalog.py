@@ -310,6 +310,10 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     ),
     "keep_top": TokenKernel((), 8, 3, "a warp a row, or a CTA a long one; keys in registers"),
     "keep_mass": TokenKernel((), 8, 3, "as keep_top; each step sums instead of counting"),
+    "route_heads": TokenKernel(
+        ("fp16", "bf16"), 16, 1, "a CTA a head: as many warps as have registers for all classes"
+    ),
+    "route_tasks": TokenKernel((), 8, 4, "a CTA a head, a thread a task; the lists are short"),
 }
 _MERGE_WARPS = 8
 _MERGE_WHY = "one warp a row, any head dim; the work is a few reads of the workspace"
