@@ -17,6 +17,7 @@ from rich.table import Table
 from tessera_cupy.bench.clips import CLIPS
 from tessera_cupy.bench.families import FAMILIES, MASKS
 from tessera_cupy.bench.peers import PEERS
+from tessera_cupy.bench.rules import RULES
 from tessera_cupy.cli.output import Commands, Output, add_json
 
 
@@ -27,6 +28,7 @@ def add_to(commands: Commands) -> None:
     _add_attention(kinds)
     _add_families(kinds)
     _add_request(kinds)
+    _add_rules(kinds)
 
 
 def _add_attention(kinds: Commands) -> None:
@@ -134,6 +136,27 @@ def _add_request(kinds: Commands) -> None:
     request.set_defaults(run=_request)
 
 
+def _add_rules(kinds: Commands) -> None:
+    rules = kinds.add_parser(
+        "rules",
+        help="the complete call of each published rule, beside torch's dense attention",
+        description="Each rule on the grid of its model, with q, k and v from real video frames: "
+        "choosing the mask, moving tokens, attention, and back. Each output is checked against "
+        "float64 on sampled rows; a wrong one ends the command with status 1.",
+    )
+    rules.add_argument(
+        "--rule",
+        action="append",
+        choices=tuple(RULES),
+        metavar="NAME",
+        help=f"of {', '.join(RULES)}; may be repeated (default: all)",
+    )
+    rules.add_argument("--heads", type=int, default=8)
+    rules.add_argument("--clip", choices=CLIPS, default=CLIPS[0], help=f"default: {CLIPS[0]}")
+    add_json(rules)
+    rules.set_defaults(run=_rules)
+
+
 def _attention(args: argparse.Namespace, output: Output) -> int:
     from tessera_cupy.bench.attention import BACKENDS, CASES, run
 
@@ -193,6 +216,14 @@ def _request(args: argparse.Namespace, output: Output) -> int:
     return _show(report, request_table, output)
 
 
+def _rules(args: argparse.Namespace, output: Output) -> int:
+    from tessera_cupy.bench.rules_run import run_rules
+    from tessera_cupy.bench.rules_table import rules_table
+
+    report = run_rules(rules=args.rule, heads=args.heads, clip=args.clip, console=output.console)
+    return _show(report, rules_table, output)
+
+
 def _corpus(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that say which masks are measured, and with which plan."""
     return {
@@ -216,10 +247,14 @@ def _show(
     report["command"] = shlex.join(["tessera-cupy", *sys.argv[1:]])
     output.show(report, table(report))
     for case in report["cases"]:
+        name = f"{case.get('family') or case['rule']} {case['clip']}"
+        if "reason" in case:
+            output.warn(f"{name} was not measured: {case['reason']}")
+            continue
         check = case["check"]
         if not check["passed"]:
             output.warn(
-                f"wrong output on {case['family']} {case['clip']}: error {check['error']:.1e}, "
+                f"wrong output on {name}: error {check['error']:.1e}, "
                 f"{check['allowed']:.1e} allowed"
             )
     return 0 if report["passed"] else 1

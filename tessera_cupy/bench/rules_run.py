@@ -1,0 +1,95 @@
+"""The run behind ``bench rules``: the chosen rules on their models' grids, one report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tessera_cupy import interop
+from tessera_cupy.bench import gpu
+from tessera_cupy.bench.family_rates import versions
+from tessera_cupy.bench.rules import RULES, Rule, find
+from tessera_cupy.bench.rules_times import COMPLETE, Input, measure
+from tessera_cupy.bench.steps import Steps
+from tessera_cupy.errors import MissingExtraError, wrong
+from tessera_cupy.video import VideoGrid
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run_rules(
+    *, rules: Sequence[str] | None, heads: int, clip: str, console: Console
+) -> dict[str, Any]:
+    """Time the complete call of rules on the GPU here, beside torch's dense attention.
+
+    Args:
+        rules: names in :data:`~tessera_cupy.bench.rules.RULES`; None means all.
+        heads: heads of q, k and v, each with a mask of its own.
+        clip: one of :data:`tessera_cupy.bench.clips.CLIPS`.
+        console: where progress goes.
+
+    Returns:
+        JSON-able: the GPU, the versions, the sizes, where the masks are from, a case for each rule
+        as :func:`~tessera_cupy.bench.rules_times.measure` gives it or with the ``reason`` why it
+        could not run, and ``passed``, whether every output was right.
+
+    Raises:
+        NoGpuError: there is none.
+        MissingExtraError: scikit-video or av is not installed, or a package of a rule that is
+            named.
+        ValueError: an argument that cannot be served.
+    """
+    chosen = [find(name) for name in dict.fromkeys(RULES if rules is None else rules)]
+    if heads < 1:
+        raise ValueError(wrong("heads", "at least 1", heads, "pass 1 or more"))
+    interop.import_cupy()
+    sizes = dict.fromkeys((rule.grid, rule.head_dim) for rule in chosen)
+    steps = Steps(console, count=2 * len(sizes))
+    cases: dict[str, dict[str, Any]] = {}
+    for grid, head_dim in sizes:
+        of_grid = [rule for rule in chosen if (rule.grid, rule.head_dim) == (grid, head_dim)]
+        cases |= _on_grid(of_grid, grid, (clip, heads, head_dim), steps, console, rules is None)
+    ordered = [cases[rule.name] for rule in chosen]
+    return {
+        "gpu": gpu.name(),
+        "versions": versions(),
+        "heads": heads,
+        "dtype": "bfloat16",
+        "masks": f"regenerated from {clip}.mp4, on the grids of the rules' models without text",
+        "cases": ordered,
+        "passed": all(case["check"]["passed"] for case in ordered if "check" in case),
+    }
+
+
+def _on_grid(
+    rules: Sequence[Rule],
+    grid: VideoGrid,
+    what: tuple[str, int, int],
+    steps: Steps,
+    console: Console,
+    may_lack: bool,
+) -> dict[str, dict[str, Any]]:
+    """The cases of rules of one grid, over one q, k and v, by name."""
+    clip, heads, head_dim = what
+    with steps.step(f"q, k, v on {grid}") as step:
+        given = Input(clip, grid, heads, head_dim)
+        step.done(f"{grid.tokens:,} tokens, {heads} heads of {head_dim}, bfloat16, from {clip}.mp4")
+    cases: dict[str, dict[str, Any]] = {}
+    with steps.step(f"Measure on {grid}", len(rules)) as step:
+        for rule in rules:
+            try:
+                case = cases[rule.name] = measure(rule, given)
+            except MissingExtraError as error:
+                if not may_lack:
+                    raise
+                cases[rule.name] = {"rule": rule.name, "clip": clip, "reason": str(error)}
+                continue
+            finally:
+                step.advance()
+            console.print(
+                f"  {rule.name}: complete {case['ms'][COMPLETE]:.3f} ms, "
+                f"density {case['density']:.3f}"
+            )
+        step.done(", ".join(rule.name for rule in rules))
+    return cases
