@@ -135,7 +135,8 @@ def test_the_grids_without_a_gpu_show_every_rule_at_work(clip: str) -> None:
 
     Rules whose density follows from the data keep more here than was published: seen were 0.31 to
     0.36 for SVG2's 0.16 to 0.18 and 0.65 to 0.70 for XAttention's 0.48. Grids of some thousand
-    tokens have few blocks, and each block takes a larger part of the picture.
+    tokens have few blocks, and each block takes a larger part of the picture. On the model's grid,
+    two heads, XAttention keeps 0.59 to 0.62 of what these clips give.
     """
     for rule in RULES.values():
         q, k, v = clips.video_heads(clip, rule.small, heads=1)
