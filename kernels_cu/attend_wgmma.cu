@@ -40,7 +40,8 @@ struct WgmmaConfig {
   static constexpr bool kTwins = kTwins_;
   static constexpr bool kBits = kBits_;  // fragments may have token bits
   static constexpr int kStages = 2;
-  static constexpr int kWarpgroups = kTileQ / 64;  // that multiply
+  static constexpr int kWarpgroups = kTileQ / 64;              // that multiply
+  static constexpr bool kHalves = kWarpgroups == 2 && !kBits;  // tiles may be of halves
   static constexpr u32 kAll = (1u << kWarpgroups) - 1u;
   static constexpr int kSets = kAll;  // sets of warpgroups
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
@@ -92,10 +93,21 @@ __device__ __forceinline__ u32 parts_of_step(bool exists, u32 info, u32 existing
   return parts;
 }
 
-// Membership bits of the rows of a task's tile that exist.
+// Membership bits of the rows of a task's tile that exist, from its word of rows.
 template <typename C>
-__device__ __forceinline__ u32 existing_groups(int rows) {
+__device__ __forceinline__ u32 existing_groups(i32 word) {
+  const int rows = rows_of(word);
+  if (C::kHalves && first_half(word) >= 0) {
+    const int first = first_half(word);
+    return ((1u << ((first + 7) / 8)) - 1u) | ((1u << ((rows - first + 7) / 8)) - 1u) << 8;
+  }
   return rows == C::kTileQ ? ~0u : (1u << ((rows + 7) / 8)) - 1u;
+}
+
+// Rows that a tile of halves lacks in front of its second one, which is the second warpgroup's.
+template <typename C>
+__device__ __forceinline__ int lacking_rows(const Task& task) {
+  return C::kHalves && first_half(task.rows) >= 0 ? 64 - first_half(task.rows) : 0;
 }
 
 // The tasks of this CTA, once or twice. All warps of it but the idle one go through them alike.
@@ -158,10 +170,11 @@ __device__ __forceinline__ void copy_q(const WgmmaParams& p, WgmmaStorage<C>& sm
   u32 phase = 1;
   for (TaskWalk<C> walk(p, smem); walk.index >= 0; walk.next()) {
     const Task& task = walk.task();
+    const int lacking = lacking_rows<C>(task);
     for (int w = 0; w < C::kWarpgroups; ++w) {
       const int unit = w * 4 + lane % 4;
-      const int row =
-          task.units < 0 ? task.first_row + unit * 16 : __ldg(p.units + task.units + unit);
+      const int row = task.units < 0 ? task.first_row + unit * 16 - (w > 0 ? lacking : 0)
+                                     : __ldg(p.units + task.units + unit);
       mbarrier_wait(smem_address(&smem.q_empty[w]), phase);
       const u32 barrier = smem_address(&smem.q_full[w]);
       if (lane == 0) mbarrier_arrive_expect(barrier, C::kQBytes);
@@ -725,8 +738,12 @@ struct WgmmaConsumer {
   }
 
   __device__ __forceinline__ void finish(const Task& task) {
-    const int warp_row = task.units < 0 ? task.first_row + warpgroup * 64 + warp * 16
-                                        : __ldg(p.units + task.units + warpgroup * 4 + warp);
+    const int lacking = lacking_rows<C>(task);
+    const int warp_row =
+        task.units < 0 ? task.first_row + warpgroup * 64 + warp * 16 - (warpgroup > 0 ? lacking : 0)
+                       : __ldg(p.units + task.units + warpgroup * 4 + warp);
+    // Of the tile, where the warpgroup's rows end.
+    const int end = warpgroup == 0 && lacking > 0 ? 64 - lacking : rows_of(task.rows) + lacking;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
@@ -737,7 +754,7 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = tile_row + 8 * r;
-        if (row >= task.rows) continue;
+        if (row >= end) continue;
         const i64 index = static_cast<i64>(task.slot) * C::kTileQ + row;
         float2* target = reinterpret_cast<float2*>(p.partial_o + index * C::kHeadDim);
 #pragma unroll
@@ -755,7 +772,7 @@ struct WgmmaConsumer {
                (task.head % p.q_heads) * p.o_stride.head;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool exists = tile_row + 8 * r < task.rows;
+      const bool exists = tile_row + 8 * r < end;
       const i64 row = warp_row + (lane >> 2) + 8 * r;
       const bool any = sum[r] != 0.0f;
       const float inverse = 1.0f / sum[r];

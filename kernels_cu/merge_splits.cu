@@ -24,7 +24,16 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, int merge) {
   const int lane = threadIdx.x & 31;
   const int row = blockIdx.y * kWarps + (threadIdx.x >> 5);
   const int tile = p.merge_tile[merge];
-  if (row >= p.tile_q[2 * tile + 1]) return;
+  const i32 word = p.tile_q[2 * tile + 1];
+  int rows = rows_of(word);
+  int of_tile = row;  // among the tile's rows that exist
+  if (first_half(word) >= 0) {
+    const int first = first_half(word);
+    const bool second = row >= p.tile_rows / 2;
+    of_tile -= second ? p.tile_rows / 2 - first : 0;
+    rows = second ? rows : first;
+  }
+  if (of_tile >= rows) return;
   const int begin = p.merge_offsets[merge];
   const int end = p.merge_offsets[merge + 1];
   const float2* parts = reinterpret_cast<const float2*>(p.partial_ml);
@@ -79,7 +88,7 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, int merge) {
 
   const int flat = p.merge_head[merge];
   const int target_row = p.units == nullptr
-                             ? p.tile_q[2 * tile] + row
+                             ? p.tile_q[2 * tile] + of_tile
                              : p.units[tile * (p.tile_rows / 16) + row / 16] + row % 16;
   u16* out = static_cast<u16*>(p.o) + (flat / p.q_heads) * p.o_stride.batch +
              (flat % p.q_heads) * p.o_stride.head + target_row * p.o_stride.row;

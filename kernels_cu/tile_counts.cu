@@ -39,7 +39,7 @@ __device__ __forceinline__ void tile_counts(const TilesParams& p) {
   const int steps = list.both_steps + list.first_steps + list.second_steps;
   p.classes[tile] = count;
   p.tile_q[2 * tile] = rows.first;
-  p.tile_q[2 * tile + 1] = rows.rows;
+  p.tile_q[2 * tile + 1] = word_of_rows(rows);
   p.tile_frags[tile] = p.share ? steps * p.per_step : count.both;
   p.tile_steps[tile] = steps;
 }

@@ -30,7 +30,7 @@ __device__ __forceinline__ void write_task(const TilesParams& p, int i) {
   }
   task.flags = 0;
   task.first_row = rows.first;
-  task.rows = rows.rows;
+  task.rows = word_of_rows(rows);
   task.units = -1;
   p.tasks[i] = task;
 }
@@ -78,8 +78,8 @@ __device__ __forceinline__ void write_list(const TilesParams& p, int tile, u16* 
                           p.per_step, p.by_per_step};
   const int most = fragments_of(p, p.kv_block);
   // Where no block lies in both halves and each half has one, a class says who its members are.
-  const bool halves = p.share && rows.blocks == 2 && 2 * p.q_block == p.tile_rows &&
-                      !(kRagged && p.q_starts != nullptr);
+  const bool alike = p.share && rows.blocks == 2 && 2 * p.q_block == p.tile_rows;
+  const bool halves = kRagged && p.q_starts != nullptr ? rows.half >= 0 : alike;
   const bool known = halves || rows.blocks == 1;
   const u32 of_block = block_members<kRagged>(p, rows, 0);
   const u32 of_next = halves ? block_members<kRagged>(p, rows, 1) : 0;

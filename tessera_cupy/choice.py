@@ -9,7 +9,7 @@ from typing import Any
 
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.kernels import catalog
-from tessera_cupy.mapping import why_not
+from tessera_cupy.mapping import makes_halves, why_not
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks.summary import MaskSummary
 from tessera_cupy.regimes import Features, PlanSpec, Table, load_for
@@ -145,6 +145,13 @@ def _eligible(
         return None, "attend_wgmma needs at least one query and one key for its tensor maps"
     if spec.mapping.q == "regroup" and config.kernel != "attend_wgmma":
         return None, f"{config.kernel} loads neighbouring query rows only"
+    if makes_halves(mask, spec.mapping.q, spec.tile_q) and (
+        config.kernel != "attend_wgmma" or config.tile_q != 128
+    ):
+        return None, (
+            "share Q of ragged query blocks needs attend_wgmma with tiles of 128 rows (those of "
+            f"two warpgroups), got {spec.kernel} with {spec.tile_q}"
+        )
     reason = catalog.why_not(config, request.arch.smem_block) or why_not(
         spec.mapping, mask, spec.tile_q, spec.tile_kv
     )

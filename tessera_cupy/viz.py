@@ -477,15 +477,17 @@ def _halves(tiles: Tiles, tile: int, skips: bool) -> NDArray[np.bool_]:
 def _pieces(tiles: Tiles, tile: int, halves: NDArray[np.bool_]) -> Iterator[_Piece]:
     """The fragments of a tile; rows of a half that does not compute a step are left out."""
     first, last = tiles.frag_offsets[tile : tile + 2]
-    rows = int(tiles.tile_q[tile, 1])
+    row = np.arange(tiles.shape.q).reshape(-1, GROUP_ROWS)
+    of_group = tiles.exists(tile, row).sum(axis=1).tolist()
     for place, at in enumerate(range(first, last)):
         step, slot = divmod(place, tiles.shape.fragments)
         members = int(tiles.frag_members[at])
         bands: list[tuple[int, int, bool]] = []
-        for group, top in enumerate(range(0, rows, GROUP_ROWS)):
+        for group, rows in enumerate(of_group):
             member = bool(members >> group & 1)
-            bottom = min(top + GROUP_ROWS, rows)
-            if not halves[step, 2 * group // tiles.shape.groups]:
+            top = group * GROUP_ROWS
+            bottom = top + rows
+            if not rows or not halves[step, 2 * group // tiles.shape.groups]:
                 continue
             if bands and bands[-1][1:] == (top, member):
                 bands[-1] = (bands[-1][0], bottom, member)
@@ -555,20 +557,22 @@ class _Boxes:
 
 def _units(tiles: Tiles) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """(tiles, units) each: the query rows ``[first, last)`` of each 16 rows of a tile."""
+    tile = np.arange(len(tiles))[:, None]
     top = np.arange(0, tiles.shape.q, UNIT_ROWS, dtype=np.int32)
-    first = tiles.query_rows(np.arange(len(tiles))[:, None], top)
-    return first, first + np.clip(tiles.tile_q[:, 1:] - top, 0, UNIT_ROWS)
+    first = tiles.query_rows(tile, top)
+    exist = tiles.exists(tile[:, :, None], top[:, None] + np.arange(UNIT_ROWS))
+    return first, first + exist.sum(axis=2, dtype=np.int32)
 
 
 def _runs(tiles: Tiles, tile: int, window: Window | None = None) -> Iterator[_Run]:
     """The runs of neighbouring query rows of a tile, those in the window only if there is one."""
-    rows = int(tiles.tile_q[tile, 1])
-    first = tiles.query_rows(tile, np.arange(rows))
-    cuts = np.flatnonzero(np.diff(first) != 1) + 1
-    for top, end in pairwise([0, *cuts.tolist(), rows]):
-        q0 = int(first[top])
-        if window is None or (q0 < window.q1 and q0 + end - top > window.q0):
-            yield _Run(tile, top, q0, end - top)
+    rows = tiles.tile_rows(tile)
+    first = tiles.query_rows(tile, rows)
+    cuts = np.flatnonzero((np.diff(first) != 1) | (np.diff(rows) != 1)) + 1
+    for begin, end in pairwise([0, *cuts.tolist(), len(rows)]):
+        q0 = int(first[begin])
+        if window is None or (q0 < window.q1 and q0 + end - begin > window.q0):
+            yield _Run(tile, int(rows[begin]), q0, end - begin)
 
 
 def _tiles_in(tiles: Tiles, head: int, window: Window) -> NDArray[np.intp]:

@@ -309,7 +309,19 @@ def test_ragged_blocks_take_tiles_that_hold_the_largest() -> None:
         ("retain-retain", 24, 24),
         ("retain-retain", 24, 48),
         ("retain-pack", 24, 48),
+        ("share-pack", 48, 48),
     ]
+
+
+def test_halves_of_ragged_blocks_lie_apart_in_the_tile(ax: Any) -> None:
+    mask = BlockMask.from_dense([[1, 0], [1, 1]], (16, 16), q_block_sizes=[10, 16])
+    tiles = map_mask(mask, Mapping("share", "pack"), 32, 32)
+    viz.draw_tiles(ax, tiles, skips=True)
+    # Both blocks attend to the first 16 keys, the second alone to the others.
+    work = {(0, 0, 16, 10), (0, 10, 16, 26), (16, 10, 32, 26)}
+    assert set(boxes(ax, hatched=False)) == work
+    assert set(boxes(ax, hatched=True)) == {(16, 0, 32, 10)}
+    assert viz.useful_fraction(tiles, mask, 16) == mask.active_pairs() / (2 * 16 * 32)
 
 
 def test_the_default_window_starts_at_even_blocks_and_stays_inside() -> None:

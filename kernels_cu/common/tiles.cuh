@@ -7,6 +7,8 @@
 //           ceil(kv_block / slot) fragments, fewer in a short last block.
 //   share   fragments of both halves of the tile's rows, of the first alone, of the second alone:
 //           three classes, each padded to whole steps (mapping/share.py). Elsewhere all are `both`.
+//   halves  of a tile that shares two ragged blocks: the second one begins in the middle of the
+//           tile (mapping/tiles.py).
 //   pair    a query head and a tile of its mask head. A task is a pair, or one of its split-K
 //           parts.
 //
@@ -62,7 +64,7 @@ struct TilesParams {
   const i32* q_starts;   // (mask heads, nq + 1) first row of each block, and the end; null: uniform
   const i32* kv_starts;  // (mask heads, nk + 1), the same of columns
   Classes* classes;      // (tiles,) scratch
-  i32* tile_q;           // (tiles, 2): first row of the head, number of rows
+  i32* tile_q;           // (tiles, 2): first row of the head, word of rows (types.cuh)
   i32* tile_frags;       // (tiles,) length of the list, padding included
   i32* tile_steps;       // (tiles,)
   i64* frag_offsets;     // (tiles + 1,)
@@ -101,6 +103,7 @@ struct TilesParams {
   i32 capacity;     // CTAs of the attention kernel that run at a time
   i32 groups;       // of pairs; the last may be smaller
   i32 part_steps;   // of the shortest part of a tile
+  i32 halves;       // 1: a tile's two blocks are its halves
   // What its name says.
   Divisor by_head_tiles;
   Divisor by_q_heads;
@@ -119,7 +122,13 @@ struct TileRows {
   i32 blocks;
   i32 first;
   i32 rows;
+  i32 half;  // rows of the first of two halves, or -1
 };
+
+__device__ __forceinline__ i32 word_of_rows(const TileRows& tile) {
+  if (tile.half < 0) return tile.rows;
+  return tile.rows > 0 ? word_of_halves(tile.half, tile.rows) : 0;
+}
 
 __device__ __forceinline__ const i32* q_starts_of(const TilesParams& p, int head) {
   return p.q_starts + static_cast<i64>(head) * (p.nq + 1);
@@ -141,11 +150,12 @@ __device__ __forceinline__ TileRows tile_rows(const TilesParams& p, int tile) {
     const int blocks = min(p.joined, p.nq - block);
     const int begin = starts[0] + lead;
     const int rows = max(0, min(p.tile_rows, starts[blocks] - begin));
-    return {head, block, rows > 0 ? blocks : 0, begin, rows};
+    const int half = p.halves ? starts[1] - starts[0] : -1;
+    return {head, block, rows > 0 ? blocks : 0, begin, rows, half};
   }
   const int first = block * p.q_block + lead;
   const int most = min(p.tile_rows, p.joined * p.q_block - lead);
-  return {head, block, min(p.joined, p.nq - block), first, min(most, p.sq - first)};
+  return {head, block, min(p.joined, p.nq - block), first, min(most, p.sq - first), -1};
 }
 
 // Fragments of so many columns of a block.
@@ -167,6 +177,11 @@ __device__ __forceinline__ int ragged_fragments(const TilesParams& p, const i32*
 // Membership word of the tile's query block s.
 template <bool kRagged>
 __device__ __forceinline__ u32 block_members(const TilesParams& p, const TileRows& tile, int s) {
+  if (kRagged && tile.half >= 0) {
+    const int of_half = s == 0 ? tile.half : tile.rows - tile.half;
+    const u32 groups = (1u << ceil_div(of_half, kGroupRows)) - 1;
+    return s == 0 ? groups : groups << (p.tile_rows / (2 * kGroupRows));
+  }
   int begin = s * p.q_block;
   int end = begin + p.q_block;
   if (kRagged && p.q_starts != nullptr && p.joined > 1) {

@@ -40,11 +40,21 @@ struct alignas(16) Task {
   i32 slot;        // workspace slot of a split-K part, or -1
   i32 flags;       // TaskFlag
   i32 first_row;   // first query row
-  i32 rows;        // query rows, 1 to the tile's
+  i32 rows;        // query rows, 1 to the tile's, as rows_of and first_half read them
   i32 frag_count;  // fragments of the tile's list
   i64 frag_begin;  // index of the first one
   i64 units;       // index of the first of the tile's 16-row units, or -1: its rows are neighbours
 };
+
+// A tile's word of rows, in its tasks and its tile_q: the low 16 bits are the number of its query
+// rows. The rest is 0 where these are the tile's first rows, else 1 + the rows of the first half of
+// a tile of halves, whose second half begins in the middle of the tile (mapping/tiles.py).
+__device__ __forceinline__ int rows_of(i32 word) { return word & 0xffff; }
+// Rows of the first half, or -1.
+__device__ __forceinline__ int first_half(i32 word) { return (word >> 16) - 1; }
+__device__ __forceinline__ i32 word_of_halves(int first, int rows) {
+  return (first + 1) << 16 | rows;
+}
 
 // A fragment of KV rows, 8 bytes: first row; length in the top 8 bits, members in the low 24.
 struct Fragment {
@@ -130,7 +140,7 @@ struct MergeParams {
   const i32* merge_head;
   const i32* merge_tile;
   const i32* merge_offsets;
-  const i32* tile_q;  // (tiles, 2): first row, number of rows
+  const i32* tile_q;  // (tiles, 2): first row, word of rows
   const i32* units;   // (tiles, tile_rows / 16): first row of each 16 rows, or null: neighbours
   const float* partial_o;
   const float* partial_ml;

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.catalog import KernelConfig
 from tessera_cupy.kernels.launch import TASK, packed_struct
+from tessera_cupy.mapping import halves_fit
 from tessera_cupy.mapping.tiles import GROUP_ROWS, TileShape
 from tessera_cupy.organization.organize import min_part_steps
 
@@ -140,7 +141,7 @@ TILES_PARAMS = np.dtype(
         *[(name, np.int32) for name in ("q_block", "kv_block", "joined", "parts", "tile_rows")],
         *[(name, np.int32) for name in ("slot", "per_step", "share", "pairs", "q_heads")],
         *[(name, np.int32) for name in ("mask_batch", "mask_heads", "group_pairs", "capacity")],
-        *[(name, np.int32) for name in ("groups", "part_steps")],
+        *[(name, np.int32) for name in ("groups", "part_steps", "halves")],
         *[(f"by_{name}", np.uint64) for name in _DIVISORS],
     ],
     align=True,
@@ -250,7 +251,15 @@ class TileBuild:
         """Query blocks of a tile; 1 where a tile has one, or a part of one."""
         if self.q_side not in ("merge", "share"):
             return 1
+        if self.halves:
+            return 2
         return self.shape.q // max(self.block_size[0], GROUP_ROWS)
+
+    @property
+    def halves(self) -> bool:
+        """Whether a tile's two ragged query blocks are its halves."""
+        fit = halves_fit(self.block_size[0], self.shape.q)
+        return self.q_side == "share" and self.ragged[0] is not None and fit
 
     @property
     def parts(self) -> int:
@@ -380,6 +389,7 @@ class TileBuild:
             "slot": self.shape.slot,
             "per_step": self.shape.fragments,
             "share": self.q_side == "share",
+            "halves": self.halves,
             "group_pairs": group_pairs,
             "capacity": self.device.capacity,
             "groups": -(-self.pairs // group_pairs),

@@ -148,6 +148,15 @@ def packed_fragments(tiles: Tiles) -> NDArray[np.uint32]:
     return packed
 
 
+def tile_words(tiles: Tiles) -> NDArray[np.int32]:
+    """(T, 2): first query row and word of rows (types.cuh) of each tile."""
+    if tiles.tile_halves is None:
+        return tiles.tile_q
+    words = tiles.tile_q.copy()
+    words[:, 1] |= (1 + tiles.tile_halves) << 16
+    return words
+
+
 def packed_tasks(tiles: Tiles, tasks: Tasks) -> NDArray[Any]:
     """(N,) records of :data:`TASK`: the tasks, with their tiles' own numbers copied in."""
     packed = np.zeros(len(tasks), TASK)
@@ -155,7 +164,7 @@ def packed_tasks(tiles: Tiles, tasks: Tasks) -> NDArray[Any]:
     for name in ("head", "begin", "end", "slot"):
         packed[name] = getattr(tasks, f"task_{name}")
     packed["flags"] = tasks.task_reverse
-    packed["first_row"], packed["rows"] = tiles.tile_q[tile].T
+    packed["first_row"], packed["rows"] = tile_words(tiles)[tile].T
     packed["frag_begin"] = tiles.frag_offsets[tile]
     packed["frag_count"] = tiles.frag_offsets[tile + 1] - tiles.frag_offsets[tile]
     packed["units"] = -1 if tiles.tile_units is None else tile * tiles.tile_units.shape[1]
@@ -168,7 +177,8 @@ class DevicePlan:
 
     Attributes:
         fragments, tasks: packed as :func:`packed_fragments` and :func:`packed_tasks`.
-        tile_q, frag_bits, bits: as in ``Tiles``.
+        tile_q: packed as :func:`tile_words`.
+        frag_bits, bits: as in ``Tiles``.
         units: ``Tiles.tile_units``, or None.
         merge_head, merge_tile, merge_offsets: as in ``Tasks``.
         slots: workspace slots of the split-K parts.
@@ -259,7 +269,7 @@ def upload(tiles: Tiles, tasks: Tasks, *, bits: bool, twins: bool = False) -> De
         merge_count=len(tasks.merge_tile),
         slots=tasks.slots,
         tasks=cupy.asarray(packed.view(np.uint8)),
-        tile_q=cupy.asarray(tiles.tile_q),
+        tile_q=cupy.asarray(tile_words(tiles)),
         units=None if tiles.tile_units is None else cupy.asarray(tiles.tile_units),
         fragments=cupy.asarray(packed_fragments(tiles)),
         frag_bits=cupy.asarray(tiles.frag_bits) if bits else None,

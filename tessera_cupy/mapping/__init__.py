@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tessera_cupy.mapping.check import expand
 from tessera_cupy.mapping.planner import Mapping, can_regroup, choose_slot, map_mask, why_not
+from tessera_cupy.mapping.q_side import halves_fit, makes_halves
 from tessera_cupy.mapping.stats import issued_pairs, useful_fraction
 from tessera_cupy.mapping.tiles import GROUP_ROWS, UNIT_ROWS, Tiles, TileShape
 
@@ -16,7 +17,9 @@ __all__ = [
     "can_regroup",
     "choose_slot",
     "expand",
+    "halves_fit",
     "issued_pairs",
+    "makes_halves",
     "map_mask",
     "useful_fraction",
     "why_not",

@@ -46,8 +46,8 @@ def expand(tiles: Tiles, sq: int, skv: int) -> NDArray[np.int16]:
         fragment, r, c = np.nonzero(on)
         head = tiles.tile_head[tile[fragment]]
         query = tiles.query_rows(tile[fragment], r)
-        # Rows of the last group past the tile's end are computed, but never stored.
-        stored = r < tiles.tile_q[tile[fragment], 1]
+        # Rows of a group past those that the tile has are computed, but never stored.
+        stored = tiles.exists(tile[fragment], r)
         key = tiles.frag_start[part][fragment] + c
         np.add.at(counts, (head[stored], query[stored], key[stored]), 1)
     return counts

@@ -65,6 +65,7 @@ def lay_out(mask: BlockMask, lists: TileLists, side: KvSide, shape: TileShape) -
         frag_members=fragments.members,
         frag_bits=fragments.bits,
         bits=bits if refined is None else refined.bits,
+        tile_halves=lists.tile_halves,
     )
 
 

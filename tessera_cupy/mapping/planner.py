@@ -9,7 +9,7 @@ import numpy as np
 
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.mapping.kv_side import KvSide, largest_kv_block, lay_out
-from tessera_cupy.mapping.q_side import QSide, largest_q_block, tile_lists
+from tessera_cupy.mapping.q_side import QSide, largest_q_block, makes_halves, tile_lists
 from tessera_cupy.mapping.regroup import regroup, reordered, units
 from tessera_cupy.mapping.share import share
 from tessera_cupy.mapping.tiles import GROUP_ROWS, UNIT_ROWS, Tiles, TileShape
@@ -32,7 +32,8 @@ class Mapping:
         q: "retain" (a tile is a query block), "merge" (a tile joins neighbouring query
             blocks and takes the union of their lists; membership masks what is off),
             "share" (the same, with steps that both halves of the tile need apart from
-            steps of one half, which the other skips), "regroup" (share, with tiles of the
+            steps of one half, which the other skips; of two ragged blocks each is a half,
+            wherever they begin), "regroup" (share, with tiles of the
             query blocks whose lists are most alike in place of neighbours) or "split" (a
             query block becomes several tiles).
         kv: "retain" (a step is a KV block), "merge" (a step covers an aligned group of
@@ -170,10 +171,12 @@ def why_not(mapping: Mapping, mask: BlockMask, q: int, kv: int) -> str | None:
     if mapping.q in ("merge", "share"):
         if 2 * bq > q:
             return f"{mapping.q} Q needs two query blocks in a tile of {q} rows, got blocks of {bq}"
-        if mask.unread_sides[0]:
+        if makes_halves(mask, mapping.q, q):
+            if mask.has_token_bits:
+                return "share Q of ragged query blocks needs a mask without token bits"
+        elif mask.unread_sides[0]:
             return f"{mapping.q} Q needs sizes of query blocks that the host knows"
-        starts = mask.q_starts()
-        if ((starts % GROUP_ROWS != 0) & (starts < mask.shape[0])).any():
+        elif _starts_between_groups(mask):
             return f"{mapping.q} Q needs query blocks that begin at multiples of {GROUP_ROWS} rows"
     if mapping.kv == "retain" and bkv > kv:
         return f"retain KV needs KV blocks of at most {kv} rows (the tile), got {bkv}"
@@ -185,6 +188,12 @@ def why_not(mapping: Mapping, mask: BlockMask, q: int, kv: int) -> str | None:
         if 2 * bkv > kv:
             return f"merge KV needs two KV blocks in a tile of {kv} columns, got blocks of {bkv}"
     return None
+
+
+def _starts_between_groups(mask: BlockMask) -> bool:
+    """Whether some query block begins inside of a group of rows."""
+    starts = mask.q_starts()
+    return bool(((starts % GROUP_ROWS != 0) & (starts < mask.shape[0])).any())
 
 
 def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | None = None) -> Tiles:
@@ -230,11 +239,13 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
     if reason is not None:
         expected, fix = "one that can serve the mask", "choose another mapping or tile"
         raise PlanNotEligibleError(wrong("mapping", expected, f"{mapping.name}: {reason}", fix))
+    halves = makes_halves(mask, mapping.q, q)
     mask = mask.on_host()
     shape = TileShape(q, kv, slot)
     if mapping.q == "regroup":
         return share(_regrouped(mask, shape))
-    tiles = lay_out(mask, tile_lists(mask, mapping.q, q), mapping.kv, shape)
+    lists = tile_lists(mask, mapping.q, q, halves=halves)
+    tiles = lay_out(mask, lists, mapping.kv, shape)
     return share(tiles) if mapping.q == "share" else tiles
 
 

@@ -3,6 +3,10 @@
 Retain and split cut single query blocks; merge, share and regroup join neighbouring ones and
 take the union of their lists, with a membership word that says which rows want which block.
 (Regroup has made neighbours of blocks that lie apart.)
+
+Share lets each half of a tile skip what only the other one needs, so a ragged block must not reach
+into both. Where two ragged blocks fill a tile, they are its halves: the second one begins in the
+middle of the tile, wherever the first one ends.
 The KV side sees only the result, :class:`TileLists`.
 """
 
@@ -62,6 +66,7 @@ class TileLists:
         columns: (E,) int32, KV block of each entry, ascending within a tile.
         members: (E,) uint32, the 8-row groups of the tile that list the block; never 0.
         token_blocks: the entries with token bits, or None when no block has any.
+        tile_halves: as in :class:`~tessera_cupy.mapping.tiles.Tiles`.
     """
 
     tile_head: NDArray[np.int32]
@@ -70,6 +75,7 @@ class TileLists:
     columns: NDArray[np.int32]
     members: NDArray[np.uint32]
     token_blocks: TokenBlocks | None
+    tile_halves: NDArray[np.int32] | None = None
 
 
 def per_head(starts: NDArray[np.int64], mask: BlockMask) -> NDArray[np.int64]:
@@ -97,9 +103,14 @@ def group_bits(first: NDArray[Any], stop: NDArray[Any]) -> NDArray[np.uint32]:
     return np.where(stop > first, bits, np.uint64(0)).astype(np.uint32)
 
 
-def tile_lists(mask: BlockMask, side: QSide, q: int) -> TileLists:
-    """Cut or join the query blocks of a mask into tiles of at most ``q`` rows."""
-    return _cut(mask, q) if side in ("retain", "split") else _merged(mask, q)
+def tile_lists(mask: BlockMask, side: QSide, q: int, *, halves: bool = False) -> TileLists:
+    """Cut or join the query blocks of a mask into tiles of at most ``q`` rows.
+
+    With ``halves`` two blocks are joined, as :func:`makes_halves` says.
+    """
+    if side in ("retain", "split"):
+        return _cut(mask, q)
+    return _merged(mask, q, 2 if halves else blocks_in_tile(mask, q), halves)
 
 
 def blocks_in_tile(mask: BlockMask, q: int) -> int:
@@ -108,6 +119,20 @@ def blocks_in_tile(mask: BlockMask, q: int) -> int:
     Ragged masks take as many as fit at the largest size, so that the rule needs no scan.
     """
     return max(1, q // max(largest_q_block(mask), GROUP_ROWS))
+
+
+def makes_halves(mask: BlockMask, side: QSide, q: int) -> bool:
+    """Whether tiles of ``q`` rows take two ragged query blocks, as ``Tiles.tile_halves`` says.
+
+    Of a mask whose sizes are in GPU memory the nominal block decides, which its snapshot does not
+    tell: ask before it is read.
+    """
+    return side == "share" and mask.ragged_sides[0] and halves_fit(largest_q_block(mask), q)
+
+
+def halves_fit(block: int, q: int) -> bool:
+    """Whether blocks of up to ``block`` rows fit into half of a tile of ``q`` rows, not a quarter."""
+    return q < 4 * block and 2 * block <= q
 
 
 def largest_q_block(mask: BlockMask) -> int:
@@ -149,9 +174,8 @@ def _cut(mask: BlockMask, q: int) -> TileLists:
     return TileLists(tile_head, tile_q, offsets, columns, members, token_blocks)
 
 
-def _merged(mask: BlockMask, q: int) -> TileLists:
-    """Merge: neighbouring blocks share a tile; its list is the union of theirs."""
-    joined = blocks_in_tile(mask, q)
+def _merged(mask: BlockMask, q: int, joined: int, halves: bool) -> TileLists:
+    """Merge: ``joined`` neighbouring blocks share a tile; its list is the union of theirs."""
     starts = per_head(mask.q_starts(), mask)
     heads, nq = len(starts), mask.num_blocks[0]
     per = -(-nq // joined)
@@ -164,7 +188,8 @@ def _merged(mask: BlockMask, q: int) -> TileLists:
     rows = origin[:, -1]
 
     union = _union(mask, joined, per, heads)
-    wanted = group_bits(origin[:, :-1], origin[:, 1:])
+    begin = np.array([0, q // 2]) if halves else origin[:, :-1]
+    wanted = group_bits(begin, begin + np.diff(origin))
     members = _members(union, wanted)
 
     tile_head = np.repeat(np.arange(heads, dtype=np.int32), per)
@@ -173,7 +198,10 @@ def _merged(mask: BlockMask, q: int) -> TileLists:
     if _has_token_bits(mask):
         blocks = _partials(mask, union, joined, per)
         token_blocks = TokenBlocks(*blocks, origin[:, :-1])
-    lists = TileLists(tile_head, tile_q, union.offsets, union.columns, members, token_blocks)
+    first_rows = origin[:, 1].astype(np.int32) if halves else None
+    lists = TileLists(
+        tile_head, tile_q, union.offsets, union.columns, members, token_blocks, first_rows
+    )
     return lists if mask.q_block_sizes is None else _with_rows(lists)
 
 
@@ -291,4 +319,5 @@ def _with_rows(lists: TileLists) -> TileLists:
         tile_q=lists.tile_q[kept],
         offsets=np.append(lists.offsets[:-1][kept], lists.offsets[-1]),
         token_blocks=blocks,
+        tile_halves=None if lists.tile_halves is None else lists.tile_halves[kept],
     )

@@ -63,7 +63,7 @@ class Tiles:
             sorted by head, then by first row. Broadcast masks are not expanded.
         tile_q: (T, 2) int32, first query row and number of rows (1 to ``shape.q``).
             Every query row of a head is in exactly one tile, also when its list is empty.
-            Rows ``0`` to ``rows - 1`` of the tile exist.
+            Rows ``0`` to ``rows - 1`` of the tile exist, unless it has halves.
         frag_offsets: (T + 1,) int64, CSR over tiles. A tile's list holds whole steps
             except that the last step may be short.
         frag_start: (F,) int32, first KV row.
@@ -80,6 +80,10 @@ class Tiles:
             is query row ``tile_units[t, r // 16] + r % 16``, and ``tile_units[t, 0]`` is
             ``tile_q[t, 0]``; -1 for units without rows. None where row ``r`` is query row
             ``tile_q[t, 0] + r``.
+        tile_halves: (T,) int32 of tiles that join two ragged query blocks: rows of the first,
+            0 to ``shape.q // 2``. It has the tile's rows from 0 on, and the second one, with the
+            rest of ``tile_q[t, 1]``, those from ``shape.q // 2`` on: so both begin where a kernel's
+            rows begin that skip steps together. Rows between do not exist. Otherwise None.
     """
 
     shape: TileShape
@@ -93,6 +97,7 @@ class Tiles:
     frag_bits: NDArray[np.int32]
     bits: NDArray[np.uint32] = field(repr=False)
     tile_units: NDArray[np.int32] | None = None
+    tile_halves: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.tile_head)
@@ -105,9 +110,24 @@ class Tiles:
 
     def query_rows(self, tile: Any, row: Any) -> Any:
         """Query rows of the head that rows of tiles are; both integers or arrays that broadcast."""
-        if self.tile_units is None:
-            return self.tile_q[tile, 0] + row
-        return self.tile_units[tile, row // UNIT_ROWS] + row % UNIT_ROWS
+        if self.tile_units is not None:
+            return self.tile_units[tile, row // UNIT_ROWS] + row % UNIT_ROWS
+        if self.tile_halves is not None:
+            lacking = self.shape.q // 2 - self.tile_halves[tile]
+            row = row - np.where(row < self.shape.q // 2, 0, lacking)
+        return self.tile_q[tile, 0] + row
+
+    def exists(self, tile: Any, row: Any) -> Any:
+        """Whether tiles have rows; both integers or arrays that broadcast."""
+        rows = self.tile_q[tile, 1]
+        if self.tile_halves is None:
+            return row < rows
+        first, middle = self.tile_halves[tile], self.shape.q // 2
+        return np.where(row < middle, row < first, row - middle < rows - first)
+
+    def tile_rows(self, tile: int) -> NDArray[np.intp]:
+        """The rows that a tile has, ascending."""
+        return np.flatnonzero(self.exists(tile, np.arange(self.shape.q)))
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +136,7 @@ class Tiles:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The arrays by name, in the order of the class."""
-        units = {} if self.tile_units is None else {"tile_units": self.tile_units}
+        own = {"tile_units": self.tile_units, "tile_halves": self.tile_halves}
         return {
             "tile_head": self.tile_head,
             "tile_q": self.tile_q,
@@ -126,5 +146,5 @@ class Tiles:
             "frag_members": self.frag_members,
             "frag_bits": self.frag_bits,
             "bits": self.bits,
-            **units,
+            **{name: array for name, array in own.items() if array is not None},
         }

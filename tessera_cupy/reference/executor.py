@@ -170,7 +170,7 @@ def execute_tiles(
     for task in range(len(tasks)):
         b, h = divmod(int(tasks.task_head[task]), q_heads)
         tile = int(tasks.task_tile[task])
-        mine = tiles.query_rows(tile, np.arange(tiles.tile_q[tile, 1]))
+        mine = tiles.query_rows(tile, tiles.tile_rows(tile))
         softmax = _Softmax(q[b, h, mine], tiles.shape.kv, v.shape[3])
         keys, values = k[b, h // shared], v[b, h // shared]
         begin, end = int(tasks.task_begin[task]), int(tasks.task_end[task])
@@ -185,7 +185,7 @@ def execute_tiles(
 
     for i, (head, tile) in enumerate(zip(tasks.merge_head, tasks.merge_tile, strict=True)):
         b, h = divmod(int(head), q_heads)
-        mine = tiles.query_rows(tile, np.arange(tiles.tile_q[tile, 1]))
+        mine = tiles.query_rows(tile, tiles.tile_rows(tile))
         slots = range(tasks.merge_offsets[i], tasks.merge_offsets[i + 1])
         out[b, h, mine], lse[b, h, mine] = partials.merge(slots, len(mine))
     out = request_layout(out, layout)
@@ -205,8 +205,9 @@ def _check(
     fix = "plan for these arrays"
     if q.shape[1] != q_heads:
         raise ValueError(wrong("q", f"{q_heads} heads", q.shape[1], fix))
-    last = np.minimum(np.arange(tiles.shape.q), tiles.tile_q[:, 1, None] - 1)
-    rows = int(tiles.query_rows(np.arange(len(tiles))[:, None], last).max(initial=-1)) + 1
+    tile, row = np.arange(len(tiles))[:, None], np.arange(tiles.shape.q)
+    mine = np.where(tiles.exists(tile, row), tiles.query_rows(tile, row), -1)
+    rows = int(mine.max(initial=-1)) + 1
     if rows > q.shape[2]:
         raise ValueError(wrong("q", f"at least the tiles' {rows} rows", q.shape[2], fix))
     loaded = tiles.frag_len > 0
@@ -242,8 +243,9 @@ class _Steps:
         self._begin = begin
         self._end = np.minimum(begin + shape.fragments, tiles.frag_offsets[owner + 1])
 
-        groups = -(-tiles.tile_q[:, 1] // GROUP_ROWS)
-        every = ((np.int64(1) << groups) - 1).astype(np.uint32)
+        group = np.arange(shape.groups, dtype=np.uint32)
+        exist = tiles.exists(np.arange(len(tiles))[:, None], group.astype(np.int64) * GROUP_ROWS)
+        every = np.bitwise_or.reduce(exist.astype(np.uint32) << group, axis=1)
         every_of = np.repeat(every, np.diff(tiles.frag_offsets))
         idle = (tiles.frag_members == 0) | (tiles.frag_len == 0)
         exact = (tiles.frag_len == shape.slot) & (tiles.frag_bits < 0)
@@ -297,19 +299,19 @@ class _Steps:
 
         Adding it is several times faster than storing -inf where a boolean array says.
         """
-        tiles, rows = self._tiles, int(self._tiles.tile_q[tile, 1])
+        tiles, rows = self._tiles, self._tiles.tile_rows(tile)
         zero, off = np.array([0, -np.inf], self._dtype)
         members = tiles.frag_members[fragments, None] >> np.arange(tiles.shape.groups)
-        absent = np.repeat(np.where(members & 1, zero, off), GROUP_ROWS, axis=1)[:, :rows]
+        absent = np.repeat(np.where(members & 1, zero, off), GROUP_ROWS, axis=1)[:, rows]
         bias = absent[:, None, :] + np.where(inside, zero, off)[:, :, None]
         index = tiles.frag_bits[fragments]
         partial = np.flatnonzero(index >= 0)
         if len(partial):
-            words = tiles.bits[index[partial], :rows].astype("<u4")
+            words = tiles.bits[index[partial]][:, rows].astype("<u4")
             bits = np.unpackbits(words.view(np.uint8), axis=2, bitorder="little")
             bits = bits[:, :, : tiles.shape.slot].transpose(0, 2, 1)
             bias[partial] += np.where(bits, zero, off)
-        flat: NDArray[Any] = bias.reshape(-1, rows)
+        flat: NDArray[Any] = bias.reshape(-1, len(rows))
         return flat
 
 

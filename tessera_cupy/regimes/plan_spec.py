@@ -88,7 +88,7 @@ class PlanSpec:
         """Whether the mapping is eligible for blocks of this size, whatever the mask's content.
 
         ``ragged`` sizes are those of the largest block. A merge of ragged blocks depends on
-        where the blocks lie, so it is never promised here.
+        where the blocks lie, and a share on token bits, so neither is ever promised here.
         """
         if self.mapping.q in ("share", "regroup") and self.mapping.kv != "pack":
             return False

@@ -149,14 +149,62 @@ def test_cubes_that_an_edge_cuts_and_text_behind(request_of: Any, regime: str, w
     assert (made.gpu.copied, EmulatedGpu.waits) == (0, 0)
 
 
-@pytest.mark.parametrize("regime", [SHARE, MERGE, WGMMA_SHARE])
-@pytest.mark.parametrize("q", [None, [64, 32, 0, 16, 64, 8, 0, 20]])
+@pytest.mark.parametrize(
+    ("regime", "q"),
+    [
+        *[(regime, None) for regime in (SHARE, MERGE, WGMMA_SHARE)],
+        (MERGE, [64, 32, 0, 16, 64, 8, 0, 20]),
+        (SHARE, [32, 32, 0, 16, 24, 8, 0, 20]),
+        (WGMMA_SHARE, [32, 32, 0, 16, 24, 8, 0, 20]),
+    ],
+)
 def test_joined_query_blocks(request_of: Any, rng: Any, regime: str, q: Any) -> None:
     """Query blocks have to begin at multiples of 8, which the host knows of its own sizes."""
     for where in ("host", "gpu") if q is None else ("host",):
         made = request_of(q, random_sizes(rng, (40,)), where=where)
         assert made.check(regime)[1:5] == RAGGED
         assert made.gpu.copied == 0
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("nq", [2, 6, 9])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_two_query_blocks_are_the_halves_of_a_tile(
+    request_of: Any, rng: Any, where: str, heads: int, nq: int, dim: int
+) -> None:
+    """Blocks of any size, absent ones among them, begin anywhere."""
+    q, kv = random_sizes(rng, (heads, nq)), random_sizes(rng, (heads, 40))
+    made = request_of(q, kv, where=where, axes=(1, heads), dim=dim)
+    ran = made.check(WGMMA_SHARE)
+    assert ran[1:5] == RAGGED
+    assert ran[5].startswith("attend_wgmma")
+    assert (made.gpu.copied, EmulatedGpu.waits) == (0, 0)
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+def test_halves_of_long_lists_are_cut_and_merged(request_of: Any, rng: Any, where: str) -> None:
+    blocks = rng.random((1, 2, 5, 200)) < 0.9
+    blocks[0, 0, 2] = False
+    q = np.array([[30, 0, 64, 7, 13], [0, 7, 13, 30, 64]])
+    made = request_of(q, random_sizes(rng, (2, 200)), blocks=blocks, where=where)
+    plan = make_plan(made.mask, *made.arrays, regime=WGMMA_SHARE)
+    assert plan.tiles().tile_halves.tolist() == [30, 64, 13, 0, 13, 64]
+    assert len(plan.tasks().merge_tile) > 3
+    made.check(WGMMA_SHARE)
+
+
+def test_halves_follow_the_nominal_block_where_sizes_are_smaller(request_of: Any, rng: Any) -> None:
+    """The snapshot, in which four blocks would fit into a tile, is planned as the GPU does."""
+    made = request_of([5, 30, 0, 17, 2], random_sizes(rng, (9,)), where="gpu", axes=(1, 1))
+    plan = make_plan(made.mask, *made.arrays, regime=WGMMA_SHARE)
+    assert plan.tiles().tile_halves.tolist() == [5, 0, 2]
+    assert plan.tiles().tile_q.tolist() == [[0, 35], [35, 17], [52, 2]]
+    made.check(WGMMA_SHARE)
+    plan.run(*made.arrays)
+    (on_gpu,) = plan._prepared._on_device.values()
+    counts = fetch(on_gpu.counts, 8).wait()
+    assert counts[:2].tolist() == [len(plan.tiles().frag_start), len(plan.tasks())]
 
 
 @pytest.mark.parametrize("where", ["host", "gpu"])
@@ -250,7 +298,7 @@ def test_known_sizes_are_uploaded_once(request_of: Any, rng: Any) -> None:
     made.check(RETAIN)
 
 
-@pytest.mark.parametrize("regime", [RETAIN, SPLIT, "auto"])
+@pytest.mark.parametrize("regime", [RETAIN, SPLIT, WGMMA_SHARE, "auto"])
 def test_replays_follow_the_sizes(request_of: Any, rng: Any, regime: str) -> None:
     scale = 2 if regime == SPLIT else 1
     q, kv = scale * random_sizes(rng, (5,)), random_sizes(rng, (30,))
@@ -371,10 +419,20 @@ def test_sizes_that_the_host_has_to_read_make_a_snapshot(gpu: EmulatedGpu) -> No
     assert mask.shape == (192, 130)
 
 
-def test_joined_query_blocks_need_sizes_that_the_host_knows(request_of: Any) -> None:
-    made = request_of([64, 32, 8], None, where="gpu")
-    with pytest.raises(ValueError, match="share Q needs sizes of query blocks that the host knows"):
-        make_plan(made.mask, *made.arrays, regime=SHARE)
+@pytest.mark.parametrize(
+    ("regime", "block", "words"),
+    [
+        (MERGE, 64, "merge Q needs sizes of query blocks that the host knows"),
+        (WGMMA_SHARE, 32, "share Q needs sizes of query blocks that the host knows"),
+        (SHARE, 64, "attend_wgmma with tiles of 128 rows .* got attend_mma with 128"),
+    ],
+)
+def test_joined_query_blocks_that_cannot_be(
+    request_of: Any, regime: str, block: int, words: str
+) -> None:
+    made = request_of([32, 20, 8], None, where="gpu", block=block)
+    with pytest.raises(ValueError, match=words):
+        make_plan(made.mask, *made.arrays, regime=regime)
     assert made.gpu.copied == 0
 
 

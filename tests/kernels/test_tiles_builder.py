@@ -23,7 +23,7 @@ from tessera_cupy.kernels.builders import (
 )
 from tessera_cupy.kernels.cache import default_cache
 from tessera_cupy.kernels.catalog import TILE_KERNELS, builder
-from tessera_cupy.kernels.launch import packed_fragments, packed_tasks
+from tessera_cupy.kernels.launch import packed_fragments, packed_tasks, tile_words
 from tessera_cupy.mapping import Mapping, Tiles, TileShape, choose_slot, map_mask, why_not
 from tessera_cupy.organization import DeviceModel, Organization, Tasks, organize
 from tests.emulator.emulator import Array, build, call, compiler
@@ -189,7 +189,7 @@ def masked(
 def check_lists(got: dict[str, NDArray[Any]], tiles: Tiles) -> None:
     assert np.array_equal(got["frag_offsets"], tiles.frag_offsets)
     assert np.array_equal(got["tile_steps"], tiles.steps)
-    assert np.array_equal(got["tile_q"], tiles.tile_q)
+    assert np.array_equal(got["tile_q"], tile_words(tiles))
     assert np.array_equal(got["tile_frags"], np.diff(tiles.frag_offsets))
     want = packed_fragments(tiles)
     assert np.array_equal(got["frags"][: len(want)], want)
@@ -428,8 +428,26 @@ def test_ragged_blocks(run: Runner, kind: Any, sides: str) -> None:
                     if why_not(Mapping(q_side, "pack"), mask, *tile) is None:
                         check(run, Request(mask, q_side, tile, slot=slot), blocks)
                         served.add(q_side)
-    joined = {"merge", "share"} if "q" not in sides or kind is random_sizes else set()
-    assert served == {"retain", "split", *joined}
+    # Cubes begin anywhere, so that they are joined as halves only.
+    merged = {"merge"} if "q" not in sides or kind is random_sizes else set()
+    assert served == {"retain", "split", "share", *merged}
+
+
+@pytest.mark.parametrize("nominal", [64, 48, 36])
+def test_halves_of_any_size(run: Runner, nominal: int) -> None:
+    """Per head, absent ones among them, of an odd number; a tile has two, also where three fit."""
+    rng = np.random.default_rng(nominal)
+    for nq, tile, heads in ((1, (128, 192), 1), (2, (128, 192), 3), (13, (128, 192), 3)):
+        sizes = random_sizes(rng, (heads, nq), nominal, 1)
+        kv = random_sizes(rng, (heads, 40), 64, 1)
+        blocks = random_blocks(nq, heads, nq, 40)
+        mask = BlockMask.from_dense(blocks, (nominal, 64), q_block_sizes=sizes, kv_block_sizes=kv)
+        request = Request(mask, "share", tile)
+        assert request.build().joined == 2
+        assert request.planned()[0].tile_halves is not None
+        check(run, request, mask.to_dense()[0])
+        device = DeviceModel(sms=2, ctas_per_sm=1, l2_bytes=1 << 30)
+        check(run, replace(request, batch=2, device=device), mask.to_dense()[0])
 
 
 def test_ragged_lists_are_split_and_merged(run: Runner) -> None:

@@ -106,6 +106,24 @@ def check_arrays(tiles):
     assert tiles.bits.shape[1:] == (tiles.shape.q, -(-tiles.shape.slot // 32))
 
 
+def check_halves(tiles, sq):
+    """The first half has the tile's first rows, the second those from the middle on."""
+    first, rows = tiles.tile_q.T
+    halves = tiles.tile_halves
+    middle = tiles.shape.q // 2
+    assert halves.shape == (len(tiles),)
+    assert ((halves >= 0) & (halves <= rows)).all()
+    assert (np.maximum(halves, rows - halves) <= middle).all()
+    covered = []
+    for tile, (head, half) in enumerate(zip(tiles.tile_head, halves, strict=True)):
+        expected = [*range(half), *range(middle, middle + rows[tile] - half)]
+        assert tiles.tile_rows(tile).tolist() == expected
+        query = tiles.query_rows(tile, np.array(expected))
+        np.testing.assert_array_equal(query, first[tile] + np.arange(rows[tile]))
+        covered.append(head * sq + query)
+    np.testing.assert_array_equal(np.concatenate(covered), np.arange(tiles.heads * sq))
+
+
 def check_rows(tiles, sq):
     """Tiles ascend, and those of a head cover rows 0 to sq: in turn, unless regrouped."""
     first, rows = tiles.tile_q.T
@@ -113,6 +131,8 @@ def check_rows(tiles, sq):
         assert len(tiles) == 0
         return
     assert ((rows >= 1) & (rows <= tiles.shape.q)).all()
+    if tiles.tile_halves is not None:
+        check_halves(tiles, sq)
     units = tiles.tile_units
     if units is not None:
         assert units.shape == (len(tiles), tiles.shape.q // 16)
@@ -143,8 +163,9 @@ def check_fragments(tiles, skv, *, packed, in_order=True):
     empty = length == 0
     assert (start[empty] == 0).all()
     assert (tiles.frag_bits[~real] == -1).all()
-    groups = -(-tiles.tile_q[tile, 1] // 8)
-    assert (tiles.frag_members.astype(np.uint64) >> groups.astype(np.uint64) == 0).all()
+    groups = np.arange(tiles.shape.groups)
+    there = tiles.exists(tile[:, None], 8 * groups)
+    assert not ((tiles.frag_members[:, None] >> groups.astype(np.uint32) & 1 == 1) & ~there).any()
     # Fragments with members do not overlap, and ascend by KV row, packed ones first those without
     # bits.
     bits = (tiles.frag_bits >= 0) & packed
@@ -278,11 +299,18 @@ def check_tile_count(tiles, mask, q_side):
         joined = tiles.shape.q // max(int(sizes.max(initial=0)), 8)
         if mask.q_block_sizes is None:
             joined = tiles.shape.q // mask.block_size[0]
+        elif q_side == "share" and 4 * sizes.max() > tiles.shape.q:
+            joined = 2
+        halved = q_side == "share" and mask.q_block_sizes is not None and joined == 2
+        assert (tiles.tile_halves is not None) == halved
         pad = -sizes.shape[2] % joined
         grouped = np.pad(sizes, ((0, 0), (0, 0), (0, pad)))
         grouped = grouped.reshape(tiles.heads, (sizes.shape[2] + pad) // joined, joined).sum(axis=2)
         assert len(tiles) == np.count_nonzero(grouped)
         np.testing.assert_array_equal(tiles.tile_q[:, 1], grouped[grouped > 0])
+        if halved:
+            firsts = np.pad(sizes, ((0, 0), (0, 0), (0, pad)))[:, :, ::2].reshape(grouped.shape)
+            np.testing.assert_array_equal(tiles.tile_halves, firsts[grouped > 0])
     else:
         assert len(tiles) == (-(-sizes // tiles.shape.q)).sum()
 
