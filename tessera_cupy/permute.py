@@ -393,7 +393,8 @@ def _check(arrays: tuple[Any, ...], orders: TokenOrders) -> bool:
     """Check what is to be moved; whether it lies in host memory."""
     if not arrays:
         raise ValueError(wrong("x", "an array, or a tuple of them", "()", "pass one at least"))
-    shape, kind = tuple(arrays[0].shape), interop.framework(arrays[0])
+    kind = interop.framework(arrays[0])
+    shape = tuple(arrays[0].shape)
     dtype, host = interop.dtype_name(arrays[0]), interop.on_host(arrays[0])
     for array in arrays:
         interop.check_no_gradient("x", array)

@@ -146,6 +146,23 @@ class Selection:
                     raise _not_finite(name)
 
 
+def check_grid(grid: Any) -> None:
+    """Refuse what is no grid.
+
+    Raises:
+        TypeError: it is no VideoGrid.
+    """
+    if not isinstance(grid, VideoGrid):
+        raise TypeError(
+            wrong(
+                "grid",
+                "a VideoGrid",
+                repr(grid),
+                "pass tessera_cupy.video.VideoGrid(frames, rows, columns)",
+            )
+        )
+
+
 def checked_inputs(q: Any, k: Any, grid: VideoGrid) -> Any:
     """Check what every rule takes, and give the array module of ``q`` and ``k``.
 
@@ -173,15 +190,7 @@ def checked_inputs(q: Any, k: Any, grid: VideoGrid) -> Any:
         raise TypeError(
             wrong("k", f"a {xp.__name__} array, as q", type(k).__name__, "keep q and k together")
         )
-    if not isinstance(grid, VideoGrid):
-        raise TypeError(
-            wrong(
-                "grid",
-                "a VideoGrid",
-                repr(grid),
-                "pass tessera_cupy.video.VideoGrid(frames, rows, columns)",
-            )
-        )
+    check_grid(grid)
     for name, x in zip(_NAMES, (q, k), strict=True):
         if x.dtype.name not in DTYPES:
             raise TypeError(

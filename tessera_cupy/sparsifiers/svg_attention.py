@@ -21,7 +21,7 @@ from tessera_cupy.masks import BlockMask
 from tessera_cupy.permute import move_chosen
 from tessera_cupy.routed import RoutedPlan
 from tessera_cupy.sparsifiers import svg
-from tessera_cupy.sparsifiers.selection import checked_inputs
+from tessera_cupy.sparsifiers.selection import check_grid, checked_inputs
 from tessera_cupy.video import VideoGrid
 
 #: Denoising steps that stay dense, of 50: the published share of the first steps is a fifth.
@@ -56,13 +56,14 @@ def svg_attention(
         sample: fraction of the video's query rows by which heads are routed.
         seed: draws other rows.
         routes: (batch, heads) int32 of :func:`tessera_cupy.sparsifiers.svg.route`, to use again;
-            None routes the heads anew. On a GPU CuPy's, or any with DLPack.
+            None routes the heads anew. On a GPU CuPy's, or any with DLPack, of which all but 1 is
+            spatial.
         step: the denoising step, from 0; the first ``warm_up_steps`` are dense. None is no such
             step.
         warm_up_steps: dense steps.
         in_place: leave the tokens of temporal heads where they are: tiles gather the rows of the
             same places over time, and read keys in runs of each frame. Needs a GPU with
-            ``attend_wgmma``, and no room for copies.
+            ``attend_wgmma``, and no room for copies. Makes no difference on the host.
         sm_scale: factor on the scores; None means ``1 / sqrt(d)``.
         stream: stream to run on; None means the current one of q's framework.
 
@@ -82,6 +83,7 @@ def svg_attention(
         >>> svg_attention(q, k, v, VideoGrid(6, 8, 10)).shape
         (1, 2, 480, 16)
     """
+    check_grid(grid)
     if step is not None and step < 0:
         raise ValueError(wrong("step", "a number from 0", step, "count the denoising steps"))
     if step is not None and step < warm_up_steps:
@@ -142,6 +144,9 @@ def _on_host(inputs: _Inputs, rule: _Rule, routes: Any) -> Any:
     checked_inputs(inputs.q, inputs.k, rule.grid)
     routes = rule.route(inputs) if routes is None else np.asarray(routes)
     _check_routes(routes, inputs.q, "NumPy")
+    if not np.isin(routes, (svg.SPATIAL, svg.TEMPORAL)).all():
+        got = np.unique(routes).tolist()
+        raise ValueError(wrong("routes", "0 or 1 for each head", got, "pass what svg.route gave"))
     chosen = svg.selection_of(rule.grid, rule.reach, routes)
     q, k, v = (chosen.permute(x) for x in inputs)
     return chosen.restore(block_sparse_attention(q, k, v, chosen.mask, sm_scale=rule.sm_scale))
@@ -154,8 +159,10 @@ def _on_gpu(inputs: _Inputs, out: Any, rule: _Rule, routes: Any) -> None:
     if routes is None:
         routes = rule.route(inputs)
     else:
-        routes = cupy.ascontiguousarray(_of_cupy(routes, cupy))
-    _check_routes(routes, inputs.q, "CuPy")
+        routes = _of_cupy(routes, cupy)
+        _check_routes(routes, inputs.q, "CuPy")
+        # The host does not look at them; every head must be on one route.
+        routes = (routes == svg.TEMPORAL).astype(np.int32)
     spatial, temporal = _plans(rule, inputs)
     if rule.in_place:
         for taken, plan in ((svg.SPATIAL, spatial), (svg.TEMPORAL, temporal)):

@@ -213,6 +213,16 @@ def test_bad_input() -> None:
             lambda: svg_attention(q, k, v, grid, routes=np.zeros((1, 2))),
         ),
     ]
+    wrong.append(
+        (
+            "`routes`: expected 0 or 1",
+            lambda: svg_attention(q, k, v, grid, routes=np.full((1, 2), 5, np.int32)),
+        )
+    )
     for message, call in wrong:
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(TypeError, match="`grid`: expected a VideoGrid"):
+        svg_attention(q, k, v, (5, 6, 7))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`q, k, v, out`: expected CuPy"):
+        svg_attention(q.tolist(), k, v, grid)
