@@ -4,6 +4,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from tessera_cupy import ArraySpec, make_plan
 from tessera_cupy.kernels.arch import ARCHS
 from tessera_cupy.kernels.catalog import find
 from tessera_cupy.mapping import why_not
@@ -227,6 +228,40 @@ def test_hopper_has_its_own_kernel_first(block_q, expected):
             assert first.name == "attend_wgmma/q192k128/retain-pack/longest+split"
         else:
             assert first.name == f"attend_wgmma/q128k192/{expected}-pack/longest+split"
+
+
+@pytest.mark.parametrize(
+    ("block_q", "expected"),
+    [
+        (32, ["attend_mma/q64k64/merge-pack"]),
+        (33, ["attend_wgmma/q128k192/share-pack", "attend_mma/q64k64/retain-pack"]),
+        (64, ["attend_wgmma/q128k192/share-pack", "attend_mma/q64k64/retain-pack"]),
+        (65, ["attend_wgmma/q128k192/retain-pack", "attend_mma/q64k64/split-pack"]),
+        (128, ["attend_wgmma/q128k192/retain-pack", "attend_mma/q64k64/split-pack"]),
+        (129, ["attend_wgmma/q128k192/split-pack", "attend_mma/q64k64/split-pack"]),
+        (5000, ["attend_wgmma/q128k192/split-pack", "attend_mma/q64k64/split-pack"]),
+    ],
+)
+def test_hopper_s_kernel_takes_ragged_blocks_too(block_q, expected):
+    for dim, density in product((40, 64, 128), (0.1, 0.99)):
+        changes = {"head_dim": dim, "block_q": block_q, "density": density, "ragged": True}
+        ranking = load_for("sm90").lookup(Features(**{**REQUEST, **changes})).ranking
+        assert [plan.name for plan in ranking[: len(expected)]] == [
+            f"{name}/longest+split" for name in expected
+        ]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("times", "side"), [(1, "share"), (2, "retain"), (5, "split")], ids=["64", "128", "320"]
+)
+def test_the_best_plan_of_a_ragged_mask_is_eligible(dim, times, side):
+    sizes = times * np.array([64, 0, 13, 51, 64])
+    mask = BlockMask.from_dense(np.ones((5, 5), bool), (times * 64, 64), q_block_sizes=sizes)
+    q, k = (ArraySpec((1, 1, tokens, dim), "bfloat16") for tokens in mask.shape)
+    plan = make_plan(mask, q, k, arch="sm_90a")
+    assert plan.spec.name == f"attend_wgmma/q128k192/{side}-pack/longest+split"
+    assert plan.choice.passed_over == ()
 
 
 @pytest.mark.parametrize("block_q", [16, 32, 64])
