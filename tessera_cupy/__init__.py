@@ -19,7 +19,7 @@ from tessera_cupy.errors import (
     TesseraError,
     UnsupportedGpuError,
 )
-from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.plan import Plan
 from tessera_cupy.regimes import PlanSpec, Table, load_table
 from tessera_cupy.request import ArraySpec
@@ -31,6 +31,7 @@ __all__ = [
     "BlockMask",
     "KernelCompileError",
     "KernelMissingError",
+    "KeySlices",
     "NoGpuError",
     "Plan",
     "PlanNotEligibleError",

@@ -15,7 +15,8 @@ from tessera_cupy.call import HOST_ARCH as HOST_ARCH
 from tessera_cupy.call import checked
 from tessera_cupy.choice import checked_regime
 from tessera_cupy.kernels.arch import get_arch
-from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks import BlockMask, KeySlices
+from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.plan import Plan
 from tessera_cupy.prepared import Prepared, prepare
 from tessera_cupy.regimes import PlanSpec, Table
@@ -23,7 +24,7 @@ from tessera_cupy.request import ArraySpec, Request, make_request
 
 
 def make_plan(
-    mask: BlockMask,
+    mask: BlockMask | KeySlices,
     q: Any,
     k: Any = None,
     v: Any = None,
@@ -38,7 +39,7 @@ def make_plan(
     the host waits for a few numbers.
 
     Args:
-        mask: what to compute.
+        mask: what to compute; key slices run as blocks with token bits.
         q: an array, or an :class:`ArraySpec` to plan without data.
         k: the same; None means q's sizes with the mask's number of keys.
         v: the same.
@@ -60,6 +61,7 @@ def make_plan(
         >>> len(plan.tiles())
         4
     """
+    mask = block_mask(mask)
     gpu = not isinstance(q, ArraySpec) and not interop.on_host(q)
     if arch is not None:
         target = get_arch(arch)
@@ -78,7 +80,7 @@ def block_sparse_attention(
     q: Any,
     k: Any,
     v: Any,
-    mask: BlockMask,
+    mask: BlockMask | KeySlices,
     *,
     sm_scale: float | None = None,
     layout: str = "BHSD",
@@ -101,7 +103,7 @@ def block_sparse_attention(
         mask: keep where true; its batch and head axes are 1 or q's. A mask over arrays in GPU
             memory is an operand, read on the call's stream, once until ``mask.refresh()``; any
             other is a snapshot. After a call that a CUDA graph captured, keep the mask until the
-            last replay is complete.
+            last replay is complete. Key slices run as blocks with token bits, made once.
         sm_scale: factor on the scores; None means ``1 / sqrt(head_dim)``.
         layout: ``"BHSD"`` or ``"BSHD"``.
         out: array to write, with q's shape, dtype and device: q itself, or memory apart from
@@ -130,6 +132,7 @@ def block_sparse_attention(
         >>> block_sparse_attention(q, k, v, mask).shape
         (1, 2, 256, 64)
     """
+    mask = block_mask(mask)
     call = checked(mask, q, k, v, out, layout=layout)
     request, device = call.request, call.device
     if not isinstance(regime, str):

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from tessera_cupy.interop import GPU_DTYPES
 from tessera_cupy.kernels.launch import TASK
 from tessera_cupy.mapping import issued_pairs, useful_fraction
+from tessera_cupy.masks.key_slices import SliceBlocks
 from tessera_cupy.regimes.naming import bucketed_axes
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "mask",
-            f"blocks {mask['block_size'][0]}x{mask['block_size'][1]}, "
+            f"{_blocks(plan)}, "
             f"density {mask['density']:.3f}, run coverage {mask['run_coverage']:.2f}",
         ),
         (
@@ -180,6 +181,13 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_scaled(loaded, 'B')} of K and V loaded",
         ),
     ]
+
+
+def _blocks(plan: Plan) -> str:
+    rows, keys = plan.mask.block_size
+    if isinstance(plan.mask, SliceBlocks):
+        return f"slices of {rows} rows, run as blocks of {keys} keys with token bits"
+    return f"blocks {rows}x{keys}"
 
 
 def _aligned(lines: list[tuple[str, str]]) -> str:

@@ -13,7 +13,8 @@ from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.explain import explain, summary
 from tessera_cupy.kernels import launch
 from tessera_cupy.mapping import Tiles
-from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks import BlockMask, KeySlices
+from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.organization import Tasks
 from tessera_cupy.output import check_apart
 from tessera_cupy.prepared import Prepared
@@ -76,12 +77,13 @@ class Plan:
         """The facts of :meth:`explain` as plain data, ready for JSON."""
         return summary(self)
 
-    def update(self, mask: BlockMask) -> Plan:
+    def update(self, mask: BlockMask | KeySlices) -> Plan:
         """The same plan for a mask of the same geometry with new contents.
 
         Raises:
             ValueError: the mask has another shape, or the plan's mapping cannot serve it.
         """
+        mask = block_mask(mask)
         r = self.request
         full = ArraySpec(r.q_shape, r.dtype)
         keys = ArraySpec(r.kv_shape, r.dtype)

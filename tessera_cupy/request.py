@@ -174,7 +174,7 @@ def make_request(
         raise TypeError(
             wrong(
                 "mask",
-                "a BlockMask",
+                "a BlockMask or KeySlices",
                 type(mask).__name__,
                 "build one, for example with BlockMask.from_dense(mask, (64, 64))",
             )

@@ -1,4 +1,4 @@
-"""A mask as a few lines of text: the repr of BlockMask."""
+"""A mask as a few lines of text: the repr of BlockMask and KeySlices."""
 
 from __future__ import annotations
 
@@ -34,18 +34,29 @@ def draw(mask: BlockMask) -> str:
     ]
     if len(mask.token_bits):
         parts.append(f"{np.count_nonzero(mask.partial >= 0)} partial")
-    return "\n".join([f"BlockMask({', '.join(parts)})", *_picture(mask)])
+    return "\n".join(
+        [f"BlockMask({', '.join(parts)})", *picture(mask.num_blocks, mask.indptr, mask.indices)]
+    )
 
 
-def _picture(mask: BlockMask) -> list[str]:
-    nq, nk = mask.num_blocks
+def picture(
+    num_blocks: tuple[int, int], indptr: NDArray[np.int64], indices: NDArray[np.int32]
+) -> list[str]:
+    """The first head's rows of a CSR map, as lines of text.
+
+    Args:
+        num_blocks: (rows, columns) of a head.
+        indptr: offsets of all heads' rows.
+        indices: columns.
+    """
+    nq, nk = num_blocks
     if not nq or not nk:
         return []
     exact = nq <= 2 * _LINES and nk <= _COLUMNS
     height, width = (nq, nk) if exact else (min(nq, _LINES), min(nk, _COLUMNS))
-    counts = np.diff(mask.indptr[: nq + 1])
+    counts = np.diff(indptr[: nq + 1])
     rows = np.repeat(np.arange(nq) * height // nq, counts)
-    columns = mask.indices[: mask.indptr[nq]].astype(np.int64) * width // nk
+    columns = indices[: indptr[nq]].astype(np.int64) * width // nk
     hits = np.bincount(rows * width + columns, minlength=height * width).reshape(height, width)
     cells = _halves(hits > 0) if exact else _shades(hits, nq, nk)
     return [f"│{line}│" for line in cells]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks.block_mask import BlockMask
+from tessera_cupy.masks.key_slices import KeySlices
 from tessera_cupy.reference.inputs import default_scale, heads_first, request_layout
 
 #: Scores that one chunk may hold at a time: 64 MiB in float64.
@@ -33,7 +34,7 @@ def attention(
     q: Any,
     k: Any,
     v: Any,
-    mask: BlockMask | NDArray[np.bool_] | None,
+    mask: BlockMask | KeySlices | NDArray[np.bool_] | None,
     *,
     sm_scale: float | None = None,
     layout: str = "BHSD",
@@ -45,8 +46,8 @@ def attention(
         q: (batch, q heads, sq, dim) in ``layout``, any float type that converts to NumPy.
         k: (batch, kv heads, skv, dim); query head ``h`` reads KV head ``h // (q / kv heads)``.
         v: (batch, kv heads, skv, dim of O).
-        mask: a BlockMask; or (batch or 1, q heads or 1, sq, skv) bool, True means keep; or
-            None, which keeps all.
+        mask: a BlockMask or KeySlices; or (batch or 1, q heads or 1, sq, skv) bool, True means
+            keep; or None, which keeps all.
         sm_scale: factor on the scores; None means 1 / sqrt(dim).
         layout: ``"BHSD"`` or ``"BSHD"``.
         return_lse: also return the log-sum-exp.
@@ -66,6 +67,8 @@ def attention(
         >>> o.ravel().tolist(), lse.item()
         ([1.0, 1.0, 1.0, 1.0], 2.0)
     """
+    if isinstance(mask, KeySlices):
+        mask = mask.to_block_mask()
     q, k, v = heads_first(q, k, v, layout, np.float64)
     scale = default_scale(sm_scale, q.shape[3])
     batch, heads, sq, _ = q.shape
@@ -107,7 +110,7 @@ def _check_mask(mask: BlockMask | NDArray[np.bool_] | None, batch: int, *full: i
         got = mask.shape
     else:
         expected, kind = (
-            "a BlockMask, a bool NumPy array or None",
+            "a BlockMask, KeySlices, a bool NumPy array or None",
             getattr(mask, "dtype", type(mask)),
         )
         raise TypeError(wrong("mask", expected, kind, "compare it with 0, as in mask != 0"))
