@@ -16,7 +16,7 @@ def find_twins(tiles: Tiles, tasks: Tasks) -> NDArray[np.bool_]:
     """Which tasks are twins: those of an even place and of the next one, if they are alike.
 
     Alike are tasks of one head over whole tiles with equal lists, which take the same steps of
-    them in the same direction.
+    them in the same direction. A tile of halves is whole where both are full.
 
     Returns:
         (N,), in launch order; true for both or for neither of a pair.

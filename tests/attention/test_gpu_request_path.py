@@ -19,6 +19,7 @@ from tessera_cupy.kernels.launch import packed_fragments, packed_tasks
 pytestmark = pytest.mark.gpu
 
 MMA = "attend_mma/q64k64/retain-pack/longest+split"
+HALVES = "attend_wgmma/q128k192/share-pack/longest+split"
 PLANS = {
     "retain": (MMA, (64, 32)),
     "split": ("attend_mma/q64k64/split-pack/longest+split", (96, 48)),
@@ -125,10 +126,10 @@ def test_the_gpu_makes_the_host_s_arrays(request_of: Any, builds: list[Any]) -> 
 RAGGED = {
     "retain": (MMA, 64, [64, 48, 32, 24, 16, 12, 8, 6, 64, 64, 13]),
     "split": (PLANS["split"][0], 128, [128, 96, 0, 48, 1, 127, 65]),
-    "share": (PLANS["share"][0], 64, [64, 32, 0, 16, 64, 8, 64, 20]),
+    "share": (PLANS["share"][0], 32, [32, 24, 0, 16, 32, 8, 32, 20]),
     "merge": (PLANS["merge"][0], 64, [64, 32, 0, 16, 64, 8, 64, 20]),
     "retain, wgmma": ("attend_wgmma/q128k192/retain-pack/longest+split", 128, [128, 7, 0, 96]),
-    "share, wgmma": ("attend_wgmma/q128k192/share-pack/longest+split", 64, [64, 40, 64, 0, 33]),
+    "halves, wgmma": (HALVES, 64, [64, 41, 63, 0, 0, 0, 1, 64, 33]),
 }
 
 
@@ -149,7 +150,7 @@ def test_ragged_blocks_are_planned_on_the_gpu(
     arrays = [gpu.cupy.asarray(x) for x in made.arrays]
     if where == "gpu":
         sizes["kv_block_sizes"] = gpu.cupy.asarray(kv)
-        if name.split(",")[0] in ("retain", "split"):
+        if name.split(",")[0] in ("retain", "split", "halves"):
             sizes["q_block_sizes"] = gpu.cupy.asarray(np.array(q, np.int32))
     mask = BlockMask.from_dense(gpu.cupy.asarray(blocks), (block, 64), shape, **sizes)
     gpu.poison()
@@ -168,7 +169,10 @@ def test_ragged_blocks_are_planned_on_the_gpu(
     np.testing.assert_array_equal(frags.get(), packed_fragments(tiles))
 
 
-def test_replays_follow_sizes_in_gpu_memory(gpu: Any, case: Any, rng: Any) -> None:
+@pytest.mark.parametrize("regime", [MMA, HALVES, "auto"])
+def test_replays_follow_sizes_in_gpu_memory(gpu: Any, case: Any, rng: Any, regime: str) -> None:
+    if regime == HALVES and gpu.arch.name != "sm_90a":
+        pytest.skip("attend_wgmma is a kernel of sm_90a")
     cupy = gpu.cupy
     q, kv = np.array([64, 13, 0, 40, 64]), rng.permutation(np.arange(130) % 65)
     shape, blocks = (int(q.sum()), int(kv.sum())), rng.random((1, 2, 5, 130)) < 0.4
@@ -179,10 +183,10 @@ def test_replays_follow_sizes_in_gpu_memory(gpu: Any, case: Any, rng: Any) -> No
     arrays = [cupy.asarray(x) for x in made.arrays]
     out = cupy.empty_like(arrays[0])
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        block_sparse_attention(*arrays, mask, regime=MMA, out=out)
+        block_sparse_attention(*arrays, mask, regime=regime, out=out)
         stream.synchronize()
         stream.begin_capture()
-        block_sparse_attention(*arrays, mask, regime=MMA, out=out)
+        block_sparse_attention(*arrays, mask, regime=regime, out=out)
         graph = stream.end_capture()
         for _ in range(3):
             for name, array in of_gpu.items():
@@ -193,6 +197,43 @@ def test_replays_follow_sizes_in_gpu_memory(gpu: Any, case: Any, rng: Any) -> No
             host = BlockMask.from_dense(blocks, (64, 64), shape, **sizes)
             expected = type(made)(host, *made.arrays, made.layout)
             expected.check_kernel(cupy.asnumpy(out), label="a replay")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("where", ["host", "gpu"])
+def test_halves_of_random_sizes(
+    gpu: Any, case: Any, rng: Any, builds: list[Any], dim: int, where: str
+) -> None:
+    """The table's plan, per head, with long lists that are split, and twins where lists are one."""
+    if gpu.arch.name != "sm_90a":
+        pytest.skip("attend_wgmma is a kernel of sm_90a")
+    for nq, density, full in ((1, 1.0, 1.0), (40, 1.0, 0.9), (33, 0.3, 0.0), (150, 0.1, 0.5)):
+        one = np.where(rng.random(nq) < full, 64, np.arange(nq) * 5 % 65)
+        one[0] = 64
+        q = np.array([rng.permutation(one) for _ in range(3)])
+        kv = rng.permutation(np.arange(200) % 65)
+        blocks = rng.random((1, 3, nq, 200)) < density
+        blocks[0, 0, nq // 2] = False
+        sizes = {"q_block_sizes": q, "kv_block_sizes": kv}
+        shape = (int(q[0].sum()), int(kv.sum()))
+        made = case(
+            BlockMask.from_dense(blocks, (64, 64), shape, **sizes),
+            dtype="bfloat16",
+            dim=dim,
+            rng=rng,
+        )
+        arrays = [gpu.cupy.asarray(x) for x in made.arrays]
+        on_host = BlockMask.from_dense(blocks, (64, 64), shape, **sizes)
+        if where == "gpu":
+            sizes = {name: gpu.cupy.asarray(values) for name, values in sizes.items()}
+        mask = BlockMask.from_dense(gpu.cupy.asarray(blocks), (64, 64), shape, **sizes)
+        before = len(builds)
+        for of in (mask, on_host):
+            assert make_plan(of, *arrays).spec.name == HALVES
+            gpu.poison()
+            out, lse = block_sparse_attention(*arrays, of, return_lse=True)
+            made.check_kernel(gpu.cupy.asnumpy(out), gpu.cupy.asnumpy(lse), f"{nq} {density}")
+        assert len(builds) > before
 
 
 @pytest.mark.parametrize("sizes", [[64, 65, -1, 2], [1, 0, 0, 0], [2**40, -(2**40), 64, 64]])

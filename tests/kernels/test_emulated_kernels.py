@@ -282,6 +282,60 @@ def test_tiles_without_keys_and_with_one_fragment(kernel: str, check: Any, rng: 
     check(_entry(kernel, 64), mask, "retain-pack", capacity=2)
 
 
+def _halves(rng: Any, heads: int, nq: int, nk: int, density: Any) -> BlockMask:
+    """A mask of query blocks of 0 to 64 rows, that differ from head to head, in any order."""
+    one = rng.integers(0, 65, nq)
+    one[rng.integers(nq)] = 64
+    one[rng.random(nq) < 0.2] = 0
+    sizes = np.array([rng.permutation(one) for _ in range(heads)])
+    if not one.any():
+        sizes[:, 0] = 37
+    keep = rng.random((1, heads, nq, nk)) < density
+    kv = rng.integers(1, 65, nk)
+    return BlockMask.from_dense(
+        keep, (64, 64), q_block_sizes=sizes[None], kv_block_sizes=kv[None, None]
+    )
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("nq", [1, 2, 5, 8])
+def test_halves_of_ragged_blocks(dim: int, nq: int, check: Any, rng: Any) -> None:
+    for turn, density in enumerate((0.15, 0.5, 0.95)):
+        mask = _halves(rng, 2, nq, 9, density)
+        while mask.max_block[0] <= 32:
+            mask = _halves(rng, 2, nq, 9, density)
+        check(
+            _entry("attend_wgmma", dim),
+            mask,
+            "share-pack",
+            ORGANIZATIONS[turn],
+            capacity=1 + turn,
+            layout=("BHSD", "BSHD")[turn % 2],
+            sm_scale=SCALES[turn],
+        )
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_split_halves_are_merged(dim: int, check: Any, rng: Any) -> None:
+    blocks = rng.random((1, 2, 7, 110)) < 0.9
+    blocks[0, 0, 2] = False  # rows without keys, in a tile that is split
+    sizes = np.array([[3, 64, 41, 17, 0, 9, 64], [64, 0, 9, 64, 17, 41, 3]])
+    mask = BlockMask.from_dense(blocks, (64, 32), q_block_sizes=sizes)
+    for organization, layout in (("longest+split", "BHSD"), ("alternate+split", "BSHD")):
+        ran = check(
+            _entry("attend_wgmma", dim), mask, "share-pack", organization, layout=layout, shared=2
+        )
+        assert [name.split("_")[0] for name in ran] == ["attend", "merge"]
+
+
+@pytest.mark.parametrize("scale", [0.7, -2.0, 30.0])
+def test_halves_whose_scores_grow(scale: float, check: Any, rng: Any) -> None:
+    """Rows that a tile lacks are those of other blocks, and may have bounds to move, too."""
+    sizes = np.array([[3, 64, 41, 17, 1, 9, 64], [64, 1, 9, 64, 17, 41, 3]])
+    mask = BlockMask.from_dense(rng.random((1, 2, 7, 16)) < 0.7, (64, 64), q_block_sizes=sizes)
+    check(_entry("attend_wgmma", 64), mask, "share-pack", "longest", sm_scale=scale)
+
+
 @pytest.mark.parametrize("kernel", ["attend_mma", "attend_wgmma"])
 def test_ragged_blocks_start_anywhere(kernel: str, check: Any, rng: Any) -> None:
     sizes = np.array([1, 7, 33, 0, 129, 64, 5, 61])

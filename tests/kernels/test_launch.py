@@ -67,6 +67,22 @@ def test_a_task_of_a_regrouped_plan_points_at_its_tiles_units() -> None:
     assert packed["flags"].tolist() == [0] * 6
 
 
+def test_a_task_of_a_tile_of_halves_has_both_numbers_of_rows() -> None:
+    mask = BlockMask.from_dense(np.ones((5, 3), bool), (64, 64), q_block_sizes=[40, 64, 0, 17, 3])
+    made = plan(mask, "attend_wgmma/q128k192/share-pack/rows")
+    packed = launch.packed_tasks(made.tiles(), made.tasks())
+    assert packed["first_row"].tolist() == [0, 104, 121]
+    words = [104 + 41 * 65536, 17 + 1 * 65536, 3 + 4 * 65536]
+    assert packed["rows"].tolist() == words
+    assert launch.tile_words(made.tiles()).tolist() == [
+        [0, words[0]],
+        [104, words[1]],
+        [121, words[2]],
+    ]
+    whole = plan(ALIKE, "attend_wgmma/q128k192/share-pack/rows").tiles()
+    assert launch.tile_words(whole) is whole.tile_q
+
+
 def test_a_task_of_a_split_plan_has_its_steps_and_its_slot() -> None:
     made = plan(LONG, "attend_mma/q64k64/retain-pack/alternate+split", arch="sm_80")
     tasks = made.tasks()

@@ -79,6 +79,34 @@ def test_merge_leaves_the_remainder_to_a_smaller_tile():
     assert tiles.frag_members.tolist() == [0b111111, 0b111] * 2
 
 
+def test_two_ragged_blocks_are_the_halves_of_a_tile():
+    mask = BlockMask.from_dense(
+        [[1, 0], [1, 1], [0, 0], [0, 0], [0, 0], [0, 1], [1, 0]],
+        (16, 16),
+        q_block_sizes=[9, 16, 0, 0, 0, 3, 10],
+    )
+    tiles = map_mask(mask, Mapping("share", "pack"), 32, 16)
+    # Rows 0 to 8 of the first tile, and from row 16 on; blocks 2 and 3 are absent and have none.
+    assert tiles.tile_q.tolist() == [[0, 25], [25, 3], [28, 10]]
+    assert tiles.tile_halves.tolist() == [9, 0, 10]
+    assert lists(tiles) == [
+        [(0, 16, 0b1111), (16, 16, 0b1100)],
+        [(16, 16, 0b0100)],
+        [(0, 16, 0b0011)],
+    ]
+    assert tiles.query_rows(0, np.array([0, 8, 16, 31])).tolist() == [0, 8, 9, 24]
+    assert tiles.query_rows(1, 18) == 27
+    assert tiles.exists(0, np.array([8, 9, 15, 16, 31])).tolist() == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert tiles.tile_rows(1).tolist() == [16, 17, 18]
+    assert useful_fraction(tiles, mask, 16) == (9 + 16 * 2 + 3 + 10) / (16 * (3 + 1 + 1))
+
+
 def test_split_pack_repeats_the_list():
     mask = BlockMask.from_dense([[1, 1], [0, 0]], (40, 16), shape=(72, 32))
     tiles = map_mask(mask, Mapping("split", "pack"), 32, 16)

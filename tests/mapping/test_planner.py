@@ -87,6 +87,13 @@ def test_illegal_tile_kv(kv):
         choose_slot(uniform(64, 64), kv)
 
 
+BITS = BlockMask.from_csr(
+    *([0, 1, 2], [0, 0], (2, 1), (32, 32)),
+    q_block_sizes=[18, 32],
+    partial=[0, -1],
+    token_bits=np.full((1, 32, 1), 5, np.uint32),
+)
+
 CASES = [
     ("retain-pack", uniform(64, 64), 64, 64, None),
     ("retain-pack", uniform(64, 384), 64, 64, None),
@@ -105,6 +112,13 @@ CASES = [
     ("merge-pack", ragged(q_sizes=[32, 8, 5]), 64, 64, None),
     ("merge-pack", ragged(q_sizes=[32, 8, 5, 0, 0]), 64, 64, None),
     ("merge-pack", ragged(q_sizes=[[32, 8], [20, 20]]), 64, 64, "begin at multiples of 8 rows"),
+    ("share-pack", ragged(q_sizes=[32, 4, 17]), 64, 64, None),
+    ("share-pack", ragged(q_sizes=[17, 4, 1]), 64, 64, None),
+    ("share-pack", ragged(q_sizes=[32, 4, 33]), 64, 64, "two query blocks in a tile of 64 rows"),
+    ("share-pack", ragged(q_sizes=[16, 4, 16]), 64, 64, "begin at multiples of 8 rows"),
+    ("share-pack", ragged(q_sizes=[16, 8, 16]), 64, 64, None),
+    ("share-pack", BITS, 64, 64, "needs a mask without token bits"),
+    ("share-retain", ragged(q_sizes=[32, 4, 17]), 64, 64, "share Q needs pack KV"),
     ("regroup-pack", uniform(16, 16), 128, 64, None),
     ("regroup-pack", uniform(48, 64), 96, 64, None),
     ("regroup-pack", uniform(64, 24), 128, 64, None),

@@ -338,6 +338,36 @@ def test_each_active_pair_once_and_no_other(made, q, kv, data):
         assert issued_pairs(tiles) >= tokens.sum()
 
 
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.sampled_from((16, 32, 64, 128)))
+@settings(max_examples=60)
+def test_halves_of_any_ragged_blocks(seed, nq, q):
+    """Sizes per head from 0 to half a tile; blocks of the largest one fill more than a quarter."""
+    rng = np.random.default_rng(seed)
+    most = rng.integers(q // 4 + 1, q // 2 + 1)
+    one = rng.integers(0, most + 1, nq)
+    one[rng.random(nq) < 0.3] = 0
+    one[rng.integers(nq)] = most
+    q_sizes = np.array([rng.permutation(one) for _ in range(3)])
+    kv_sizes = ragged_sizes(rng, 3, 7, int(rng.integers(1, 200)), 1)
+    blocks = rng.random((3, nq, 7)) < rng.choice([0.1, 0.5, 0.9])
+    tokens = spread(blocks, q_sizes, kv_sizes)
+    mask = BlockMask.from_dense(
+        blocks, (64, 200), q_block_sizes=q_sizes[None], kv_block_sizes=kv_sizes[None]
+    )
+    mapping = Mapping("share", "pack")
+    assert why_not(mapping, mask, q, 64) is None
+    tiles = map_mask(mask, mapping, q, 64)
+    np.testing.assert_array_equal(expand(tiles, *mask.shape), tokens)
+    assert tiles.tile_halves is not None
+    assert tiles.arrays()["tile_halves"] is tiles.tile_halves
+    assert tiles.nbytes == sum(a.nbytes for a in tiles.arrays().values())
+    check_arrays(tiles)
+    check_rows(tiles, mask.shape[0])
+    check_fragments(tiles, mask.shape[1], packed=True, in_order=False)
+    check_classes(tiles)
+    check_tile_count(tiles, mask, "share")
+
+
 @given(masks(), st.sampled_from(TILE_Q), st.sampled_from(TILE_KV))
 @settings(max_examples=60)
 def test_some_mapping_is_always_eligible(made, q, kv):

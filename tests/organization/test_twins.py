@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tessera_cupy.mapping import Mapping, map_mask
+from tessera_cupy.mapping import Mapping, Tiles, map_mask
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.organization import DeviceModel, Organization, Tasks, find_twins, organize
 
@@ -15,7 +15,12 @@ def twins_of(
 ) -> tuple[np.ndarray, Tasks]:
     mask = BlockMask.from_dense(blocks, (64, 64), shape)
     tiles = map_mask(mask, Mapping.parse(mapping), 64, 128)
-    tasks = organize(
+    tasks = tasks_of(mask, tiles, how)
+    return find_twins(tiles, tasks), tasks
+
+
+def tasks_of(mask: BlockMask, tiles: Tiles, how: str) -> Tasks:
+    return organize(
         tiles,
         Organization.parse(how),
         batch=1,
@@ -26,7 +31,6 @@ def twins_of(
         kv_bytes_per_head=1,
         device=GPU,
     )
-    return find_twins(tiles, tasks), tasks
 
 
 def test_a_dense_mask_has_twins_but_for_its_last_rows() -> None:
@@ -57,6 +61,16 @@ def test_heads_directions_and_parts_keep_tasks_apart() -> None:
     for a, b in zip(range(0, len(tasks) - 1, 2), range(1, len(tasks), 2), strict=True):
         same = tasks.task_begin[a] == tasks.task_begin[b] and tasks.task_end[a] == tasks.task_end[b]
         assert twins[a] == twins[b] == same
+
+
+@pytest.mark.parametrize("largest", [32, 31])
+def test_halves_are_twins_where_all_are_full(largest: int) -> None:
+    sizes = np.minimum([32, 32, 32, 32, 32, 31, 32, 32], largest)
+    mask = BlockMask.from_dense(np.ones((8, 3), bool), (32, 64), q_block_sizes=sizes)
+    tiles = map_mask(mask, Mapping("share", "pack"), 64, 128)
+    assert tiles.tile_halves is not None
+    twins = find_twins(tiles, tasks_of(mask, tiles, "rows"))
+    assert twins.tolist() == [largest == 32] * 2 + [False] * 2
 
 
 def test_rows_without_keys_and_no_rows_are_no_twins() -> None:

@@ -169,6 +169,26 @@ def test_every_mapping(mapping: Mapping, tokens: bool) -> None:
     case_.check(tiles, case_.tasks(tiles, Organization()))
 
 
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.sampled_from(ORGANIZATIONS))
+def test_halves_of_ragged_blocks(seed: int, nq: int, organization: Organization) -> None:
+    rng = np.random.default_rng(seed)
+    q = rng.integers(0, 17, nq)
+    q[rng.integers(nq)] = 16
+    mask = BlockMask.from_dense(
+        rng.random((1, 2, nq, 40)) < rng.choice([0.1, 0.5, 1.0]),
+        (16, 16),
+        q_block_sizes=[[rng.permutation(q), rng.permutation(q)]],
+        kv_block_sizes=rng.integers(1, 17, 40),
+    )
+    case_ = case(mask, kv_heads=2)
+    tiles = map_mask(mask, Mapping("share", "pack"), 32, 32, 8)
+    assert tiles.tile_halves is not None
+    case_.check(tiles, case_.tasks(tiles, organization))
+    with pytest.raises(ValueError, match="`q`: expected at least the tiles' "):
+        case_.run(tiles, case_.tasks(tiles, organization), q=case_.q[:, :, 1:])
+
+
 @pytest.mark.parametrize("q_side", ["merge", "regroup"])
 @pytest.mark.parametrize("organization", ORGANIZATIONS, ids=lambda o: o.name)
 def test_every_organization(organization: Organization, q_side: Any) -> None:
