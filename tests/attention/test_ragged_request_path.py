@@ -280,6 +280,20 @@ def test_a_plan_s_arrays_are_those_that_the_gpu_makes(
     plan.check()
 
 
+@pytest.mark.parametrize(("where", "slot"), [("host", 32), ("gpu", 16)])
+def test_known_sizes_choose_the_columns_of_a_fragment(
+    request_of: Any, where: str, slot: int
+) -> None:
+    """Cubes of 64 of which an edge cuts every twelfth to 16: fragments of 32 pad a 45th."""
+    sizes = [*[64] * 11, 16] * 2
+    made = request_of(sizes, sizes, where=where, axes=(1, 1))
+    plan = make_plan(made.mask, *made.arrays, regime=WGMMA_SHARE)
+    plan.run(*made.arrays)
+    (on_gpu,) = plan._prepared._on_device.values()
+    assert 1 << on_gpu.slot_log2 == plan.tiles().shape.slot == slot
+    made.check(WGMMA_SHARE)
+
+
 def test_known_sizes_are_uploaded_once(request_of: Any, rng: Any) -> None:
     sizes = random_sizes(rng, (9,))
     made = request_of(None, sizes)
