@@ -151,7 +151,7 @@ def test_wrong_arguments(wrong: dict[str, Any], message: str, tmp_path: Path) ->
         demo.run_demo(tmp_path / "x.png", console=console(), **arguments)
 
 
-@pytest.mark.parametrize("rule", ["sta", "radial", "svg", "svg2", "global-local"])
+@pytest.mark.parametrize("rule", ["sta", "radial", "svg", "svg2", "chipmunk", "global-local"])
 def test_any_rule_is_run_checked_and_drawn(rule: str, tmp_path: Path) -> None:
     needs_packages()
     screen = console()

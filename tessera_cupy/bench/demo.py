@@ -129,7 +129,7 @@ def run_demo(
     with steps.step("Choose blocks") as step:
         q, k, v = map(interop.import_cupy().asarray, host) if on_gpu else host
         chosen = chooser.select(q, k, v, tokens)
-        mask = chosen.mask
+        mask = chosen.blocks
         report["mask"] = _describe(chooser, chosen)
         step.done(
             f"{chooser.title}'s rule keeps {mask.density():.1%} of the (query, key) pairs in "
@@ -244,7 +244,7 @@ def _execute(plan: Plan, arrays: tuple[Any, Any, Any], step: Step) -> Any:
 
 
 def _describe(rule: Rule, chosen: Selection) -> dict[str, Any]:
-    mask = chosen.mask
+    mask = chosen.blocks
     # SVG2 has blocks without tokens behind the last.
     filled = np.broadcast_to(np.diff(mask.q_starts(), axis=-1) > 0, mask.row_counts().shape)
     counts = mask.row_counts()[filled]

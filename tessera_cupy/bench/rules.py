@@ -15,6 +15,8 @@ from typing import Any
 from tessera_cupy.errors import wrong
 from tessera_cupy.sparsifiers import (
     Selection,
+    chipmunk,
+    fg_attn,
     longcat,
     nabla,
     radial,
@@ -51,7 +53,8 @@ class Rule:
         density: least and largest published kept fraction of the pairs; None where none is known.
         small: a grid on which every part of the rule has work to do, for machines without a GPU.
         parameters: what ``select`` is told beyond q, k, v and the grid.
-        fixed: whether the mask depends on the grid alone, so that one plan serves all calls.
+        fixed: whether one mask, and its plan, serve many calls: it depends on the grid alone, or
+            the model keeps it for several steps.
         by_values: whether ``select`` takes v.
         carries: notes of a selection that the next one begins from, as parameters.
     """
@@ -238,6 +241,16 @@ _RULES = (
         "hunyuan-129f-720p",
         (0.48, 0.48),
         VideoGrid(13, 20, 30),
+    ),
+    Rule("fg-attn", "FG-Attn", fg_attn, "wan-1.3b-81f-480p", None, VideoGrid(13, 20, 30)),
+    Rule(
+        "chipmunk",
+        "Chipmunk",
+        chipmunk,
+        "wan-1.3b-81f-480p",
+        (0.05, 0.06),  # the top, and one in a hundred of the others
+        VideoGrid(13, 20, 30),
+        fixed=True,
     ),
     Rule("nabla", "NABLA", nabla, "wan-14b-81f-720p", None, VideoGrid(13, 20, 30)),
     Rule(

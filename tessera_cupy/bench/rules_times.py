@@ -119,7 +119,7 @@ def measure(rule: Rule, given: Input) -> dict[str, Any]:
     """
     cupy = interop.import_cupy()
     parts = _svg_parts(given) if rule.module is svg else _parts(rule, given)
-    mask = parts.chosen.mask.on_host()
+    mask = parts.chosen.blocks.on_host()
     out = cupy.asnumpy(parts.out)
     expected = expect(
         lambda head, rows: kept_in_raster(parts.chosen, mask, head, rows),

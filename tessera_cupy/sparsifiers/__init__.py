@@ -8,6 +8,8 @@ each head that the mask is meant for.
 from __future__ import annotations
 
 from tessera_cupy.sparsifiers import (
+    chipmunk,
+    fg_attn,
     longcat,
     nabla,
     radial,
@@ -25,6 +27,8 @@ from tessera_cupy.sparsifiers.selection import Selection
 
 __all__ = [
     "Selection",
+    "chipmunk",
+    "fg_attn",
     "longcat",
     "nabla",
     "radial",

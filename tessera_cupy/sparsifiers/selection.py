@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.lifetime import pool_may_grow
-from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks import BlockMask, KeySlices
+from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.video import VideoGrid
 
 if TYPE_CHECKING:
@@ -108,12 +110,17 @@ class Selection:
             out = chosen.restore(out)
     """
 
-    mask: BlockMask
+    mask: BlockMask | KeySlices
     orders: TokenOrders
     notes: Mapping[str, Any] = field(default_factory=dict)
     kv_orders: TokenOrders | None = None
     # Of the inputs that this thread checked last, which are those that the mask was made from.
     _watch: _Watch | None = field(default_factory=lambda: _watched.watch, init=False, repr=False)
+
+    @property
+    def blocks(self) -> BlockMask:
+        """The mask as blocks, which slices are made into once."""
+        return block_mask(self.mask)
 
     def permute(self, x: Any) -> Any:
         """Put ``x`` of shape (batch, heads, tokens, d), in raster order, in the heads' orders."""
@@ -232,9 +239,18 @@ def _watch_inputs(q: Any, k: Any, xp: Any) -> None:
         _watched.watch = _Watch((q.data.ptr, k.data.ptr), flags)
         return
     for name, x in zip(_NAMES, (q, k), strict=True):
-        # A head at a time: the answers for all would take as much memory as bytes there are.
-        if not all(np.isfinite(x[b, h]).all() for b, h in np.ndindex(*x.shape[:2])):
-            raise _not_finite(name)
+        check_finite(name, x)
+
+
+def check_finite(name: str, x: NDArray[Any]) -> None:
+    """Refuse NaN and infinities in a NumPy array (batch, heads, tokens, d).
+
+    Raises:
+        ValueError: there is one.
+    """
+    # A head at a time: the answers for all would take as much memory as bytes there are.
+    if not all(np.isfinite(x[b, h]).all() for b, h in np.ndindex(*x.shape[:2])):
+        raise _not_finite(name)
 
 
 def _not_finite(name: str) -> ValueError:

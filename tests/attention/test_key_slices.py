@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from tessera_cupy import (
     reference,
 )
 from tessera_cupy.interop import numpy_dtype
+from tests.emulator.emulator import compiler
+from tests.emulator.gpu import EmulatedGpu
 
 #: (group, shape): tails on both sides, and a single short group.
 SHAPES = [
@@ -108,6 +111,29 @@ def test_another_shape_is_refused() -> None:
             call(slices, *inputs((151, 230), (1, 1, 1)))
     with pytest.raises(TypeError, match="a BlockMask or KeySlices, got list"):
         make_plan([[1]], *inputs((151, 230), (1, 1, 1)))
+
+
+@pytest.mark.skipif(compiler() is None, reason="no g++ to build the emulator with")
+@pytest.mark.parametrize(
+    ("group", "shape", "plan", "kernel"),
+    [
+        (16, (45, 77), "attend_mma/q128k64/merge-pack/longest+split", "attend_mma"),
+        (64, (150, 230), "attend_wgmma/q128k192/share-pack/longest+split", "attend_wgmma"),
+        (192, (410, 203), "auto", "attend_wgmma"),
+    ],
+)
+def test_the_kernels_on_the_emulated_gpu(
+    kernel_cache: Path, group: int, shape: tuple[int, int], plan: str, kernel: str
+) -> None:
+    slices, tokens = drawn(group, shape, 0.2, (1, 2))
+    q, k, v = inputs(shape, (1, 2, 1), 64, "float16")
+    exact = reference.attention(q, k, v, tokens)
+    with EmulatedGpu(kernel_cache.parent / "emulated-kernels", 1).here() as gpu:
+        arrays = [gpu.array(x) for x in (q, k, v)]
+        out = block_sparse_attention(*arrays, slices, regime=plan).get().astype(np.float64)
+        assert [name for name in gpu.launched if name.startswith(kernel)]
+    np.testing.assert_allclose(out, exact, atol=4e-3)
+    assert (out[np.broadcast_to(~tokens.any(axis=3), out.shape[:3])] == 0).all()
 
 
 @pytest.mark.gpu

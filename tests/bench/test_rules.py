@@ -58,7 +58,7 @@ def test_parameters_are_the_published_ones_on_the_models_grids() -> None:
     assert of("window") == {"reach": 256, "dilation": 1}
     assert of("global-local") == {"reach": 256, "dilation": 1, "anchors": 30 * 52}
     assert of("spargeattn") == {"top_k": 0.5, "similarity": -0.1}
-    for name in ("spade", "vsa", "longcat", "svg", "xattention", "nabla"):
+    for name in ("spade", "vsa", "longcat", "svg", "xattention", "nabla", "fg-attn", "chipmunk"):
         assert of(name) == {}
 
 
