@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 
 from tessera_cupy import BlockMask, reference
+from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.arch import ARCHS
-from tessera_cupy.kernels.catalog import KernelConfig, catalog
+from tessera_cupy.kernels.catalog import KernelConfig, catalog, merge_for
 from tessera_cupy.mapping import Mapping, why_not
 
 TESTS = Path(__file__).parents[1]
@@ -326,6 +327,40 @@ def test_split_halves_are_merged(dim: int, check: Any, rng: Any) -> None:
             _entry("attend_wgmma", dim), mask, "share-pack", organization, layout=layout, shared=2
         )
         assert [name.split("_")[0] for name in ran] == ["attend", "merge"]
+
+
+def test_rows_that_halves_lack_are_not_merged(built: Path, seed: int) -> None:
+    """Halves of 9 and 20 rows, from query row 5 on: CTAs of the first one write 9 rows alone."""
+    merge = merge_for(_entry("attend_wgmma", 64, "float16"))
+    rows = [*range(9), *range(64, 84)]
+    partial_o = np.full((2, 128, 64), 77, np.float32)
+    partial_o[:, rows] = np.arange(29)[:, None] + 1
+    partial_ml = np.full((2, 128, 2), [0, 2], np.float32)  # O is then a half of the parts' own
+    inputs = {
+        "merge_head": np.zeros(1, np.int32),
+        "merge_tile": np.zeros(1, np.int32),
+        "merge_offsets": np.array([0, 2], np.int32),
+        "tile_q": np.array([[5, 29 | 10 << 16]], np.int32),
+        "partial_o": partial_o,
+        "partial_ml": partial_ml,
+    }
+    for row_groups, written in ((8, 9), (16, 29)):
+        arrays = {name: emulator.Array(name, x.nbytes, at_end=True) for name, x in inputs.items()}
+        for name, values in inputs.items():
+            arrays[name].bytes[:] = values.reshape(-1).view(np.uint8)
+            arrays[name].seal()
+        out = emulator.Array("o", 40 * 64 * 2, at_end=True)
+        numbers = {"o_stride": (0, 0, 64), "q_heads": 1, "head_dim": 64, "sq": 40}
+        numbers |= {"tile_rows": 128, "row_width": 64, "o": out.data.ptr}
+        params = launch.packed_struct(
+            launch.MERGE_PARAMS, numbers | {name: a.data.ptr for name, a in arrays.items()}
+        )
+        library = emulator.build(merge, built)
+        error = emulator.call(library, params, (1, row_groups), 32 * merge.warps, 0, seed)
+        assert error is None
+        o = out.bytes.view(np.float16).reshape(40, 64)
+        np.testing.assert_array_equal(o[5 : 5 + written].T, [np.arange(1, written + 1) / 2] * 64)
+        assert np.isnan(np.delete(o, np.s_[5 : 5 + written], axis=0)).all()
 
 
 @pytest.mark.parametrize("scale", [0.7, -2.0, 30.0])
