@@ -131,7 +131,7 @@ def makes_halves(mask: BlockMask, side: QSide, q: int) -> bool:
 
 
 def halves_fit(block: int, q: int) -> bool:
-    """Whether blocks of up to ``block`` rows fit into half of a tile of ``q`` rows, not a quarter."""
+    """Whether blocks of up to ``block`` rows fit into half a tile of ``q`` rows, not a quarter."""
     return q < 4 * block and 2 * block <= q
 
 

@@ -37,6 +37,9 @@ from tessera_cupy.video import VideoGrid
 SPATIAL, TEMPORAL = 0, 1
 #: Blocks of the masks: query rows of one tile, and keys of one fragment.
 BLOCK = (128, 64)
+#: Share of the video's query rows by which heads are routed. With 1%, routes and orders take 6.6%
+#: of the attention of 40 heads at 21x45x80 on an H200.
+SAMPLE = 0.0075
 #: Blocks of the mask of temporal heads in raster order: query rows that are gathered together.
 UNIT_BLOCK = (16, 16)
 #: Neighbouring query rows that are drawn together: the lists of a whole tile are then nearly one.
@@ -171,8 +174,9 @@ class Samples(NamedTuple):
     """The query rows by which heads are routed, the same for all heads.
 
     Keys are in classes: of both patterns, of the spatial alone, of the temporal alone, of neither
-    in even frames and in odd ones, which are so many. Attention over each class and its LSE give dense attention and that of the patterns, and each
-    product of a query and a key is computed once.
+    in even frames and in odd ones, which are so many. Attention over each class and its LSE give
+    dense attention and that of the patterns, and each product of a query and a key is computed
+    once.
 
     Attributes:
         tokens: (n,) int32, ascending: runs of :data:`RUN` neighbours, so that the rows of a tile
@@ -256,7 +260,7 @@ def route(
     *,
     reach: Windows | None = None,
     keep: float = 0.3,
-    sample: float = 0.01,
+    sample: float = SAMPLE,
     seed: int = 0,
     sm_scale: float | None = None,
 ) -> Any:
@@ -321,7 +325,7 @@ def select(
     *,
     v: Any,
     keep: float = 0.3,
-    sample: float = 0.01,
+    sample: float = SAMPLE,
     seed: int = 0,
 ) -> Selection:
     """Route the heads, and give each the mask and the order of its route.

@@ -35,7 +35,7 @@ def svg_attention(
     grid: VideoGrid,
     *,
     keep: float = 0.3,
-    sample: float = 0.01,
+    sample: float = svg.SAMPLE,
     seed: int = 0,
     routes: Any = None,
     step: int | None = None,
