@@ -251,8 +251,8 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
         if (lane == 0) mbarrier_arrive_expect(barrier, bytes);
         __syncwarp();
         const u32 target = smem_address(tiles) + stage * C::kTileBytes + lane * fragment_bytes;
-        const bool is_whole =
-            length == slot && (f.start & 7) == 0 && f.start + slot <= p.whole_rows;
+        // What a short fragment loads past its end is masked.
+        const bool is_whole = f.start + slot <= p.whole_rows;
         const int kv_head = batch * (p.q_heads / p.q_per_kv) + head;
         if (C::kTwins && twin) {
           const u32 other = smem_address(&ready[stage]);
@@ -261,7 +261,7 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
           phases ^= 0x10000u << stage;
           if (loaded && ((lane + i) & 1u) == cluster_rank()) {
             if (is_whole) {
-              tma_multicast_5d(target, whole, barrier, 3, f.start >> 3, kv_head);
+              tma_multicast_5d(target, whole, barrier, 3, f.start & 7, f.start >> 3, kv_head);
             } else {
               for (int g = 0; g < slot / 8; ++g)
                 for (int slab = 0; slab < C::kSlabs; ++slab)
@@ -271,7 +271,7 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
           }
         } else if (loaded) {
           if (is_whole) {
-            tma_load_5d(target, whole, barrier, f.start >> 3, kv_head);
+            tma_load_5d(target, whole, barrier, f.start & 7, f.start >> 3, kv_head);
           } else {
             for (int g = 0; g < slot / 8; ++g)
               for (int slab = 0; slab < C::kSlabs; ++slab)

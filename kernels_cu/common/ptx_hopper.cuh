@@ -39,12 +39,12 @@ __device__ __forceinline__ void tma_load_4d(u32 target, const TensorMap* map, u3
       : "memory");
 }
 
-__device__ __forceinline__ void tma_load_5d(u32 target, const TensorMap* map, u32 barrier,
+__device__ __forceinline__ void tma_load_5d(u32 target, const TensorMap* map, u32 barrier, int row,
                                             int group, int head) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
-      "%3, %3, %4, %5}], [%2];" ::"r"(target),
-      "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(0), "r"(group), "r"(head)
+      "%4, %3, %5, %6}], [%2];" ::"r"(target),
+      "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(0), "r"(row), "r"(group), "r"(head)
       : "memory");
 }
 
@@ -60,11 +60,12 @@ __device__ __forceinline__ void tma_multicast_4d(u32 target, const TensorMap* ma
 }
 
 __device__ __forceinline__ void tma_multicast_5d(u32 target, const TensorMap* map, u32 barrier,
-                                                 u16 ctas, int group, int head) {
+                                                 u16 ctas, int row, int group, int head) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes."
-      "multicast::cluster [%0], [%1, {%4, %4, %4, %5, %6}], [%2], %3;" ::"r"(target),
-      "l"(reinterpret_cast<u64>(map)), "r"(barrier), "h"(ctas), "r"(0), "r"(group), "r"(head)
+      "multicast::cluster [%0], [%1, {%4, %5, %4, %6, %7}], [%2], %3;" ::"r"(target),
+      "l"(reinterpret_cast<u64>(map)), "r"(barrier), "h"(ctas), "r"(0), "r"(row), "r"(group),
+      "r"(head)
       : "memory");
 }
 

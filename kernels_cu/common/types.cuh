@@ -109,7 +109,7 @@ struct WgmmaParams {
   TensorMap q;       // (dim, row, head, batch), boxes of 64 x 16
   TensorMap k_rows;  // (dim, row, head, batch), boxes of 64 x 8: fragments at any row, and tails
   TensorMap v_rows;
-  TensorMap k_fragment;  // (64, 8, slab, 8-row group, batch * head), boxes of one slot
+  TensorMap k_fragment;  // (64, 16, slab, 8-row group, batch * head), boxes of one slot
   TensorMap v_fragment;
   void* o;
   float* lse;

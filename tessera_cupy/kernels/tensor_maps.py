@@ -89,9 +89,12 @@ def fragment_map(
     strides: tuple[int, int, int],
     slot: int,
 ) -> Any | None:
-    """A map whose box is a whole fragment, laid out as [8-row group][64 columns][8 rows].
+    """A map whose box is a whole fragment, laid out as [8-row group][slab][8 rows][64 columns].
 
-    The last rows of a head that fill no group of 8 are out of its reach.
+    Groups begin every 8 rows, and a box at row 0 to 7 of a group: groups overlap, as each has the
+    8 rows of the next one too. So a fragment may begin at any row. The last rows of a head that
+    fill no group of 8 are out of its reach; a fragment that ends before them never leaves the
+    tensor.
 
     Args:
         pointer: device address.
@@ -106,7 +109,7 @@ def fragment_map(
     batch, heads, length, dim = shape
     if length < slot or dim % SLAB or (batch > 1 and strides[0] != heads * strides[1]):
         return None
-    sizes = (SLAB, 8, dim // SLAB, length // 8, batch * heads)
+    sizes = (SLAB, 16, dim // SLAB, length // 8, batch * heads)
     row = strides[2]
     steps = (row, SLAB, 8 * row, _step(strides[1], batch * heads))
     return encode(pointer, dtype, sizes, steps, (SLAB, 8, dim // SLAB, slot // 8, 1))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 #: Rows that a 32-bit membership word can describe.
 MAX_TILE_Q = 32 * GROUP_ROWS
 
-# Columns that ragged blocks of unknown sizes may take for one fragment if half a block has them:
-# steps of 24 fragments of 8 took a third longer than those of 12 of 16 on an H200.
+# Columns that ragged blocks of unknown sizes may take for one fragment if half a block has them, so
+# that a step has few fragments to fetch.
 _UNREAD_SLOT = 16
 
 #: Fewest columns of a fragment: the 8 rows that one swizzle atom holds.

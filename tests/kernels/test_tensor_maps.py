@@ -75,7 +75,7 @@ def test_batches_and_heads_are_one_axis_of_fragments(asked: list[Any]) -> None:
     shape, strides = (3, 5, 203, 128), (5 * 26000, 26000, 128)
     assert fragment_map(4096, "float16", shape, strides, 32) == "map"
     assert asked == [
-        (4096, "float16", (64, 8, 2, 25, 15), (128, 64, 1024, 26000), (64, 8, 2, 4, 1)),
+        (4096, "float16", (64, 16, 2, 25, 15), (128, 64, 1024, 26000), (64, 8, 2, 4, 1)),
     ]
 
 

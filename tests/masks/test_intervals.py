@@ -47,7 +47,7 @@ def test_intervals_that_end_with_blocks_need_no_token_bits() -> None:
 
 def test_bad_input() -> None:
     one = np.zeros((4, 1), int)
-    with pytest.raises(TypeError, match="`start`: expected integers, got `?float64`?"):
+    with pytest.raises(TypeError, match=r"`start`: expected integers, got `?float64`?"):
         interval_mask(one.astype(float), one, (64, 64), 8)
     with pytest.raises(ValueError, match=r"`end`: expected start's shape \(4, 1\), got \(3, 1\)"):
         interval_mask(one, one[:3], (64, 64), 8)

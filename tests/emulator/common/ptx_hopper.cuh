@@ -438,8 +438,9 @@ inline void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int c0, i
                         int c3) {
   emulator::loads.start(target, map, barrier, 4, {c0, c1, c2, c3, 0});
 }
-inline void tma_load_5d(u32 target, const TensorMap* map, u32 barrier, int group, int head) {
-  emulator::loads.start(target, map, barrier, 5, {0, 0, 0, group, head});
+inline void tma_load_5d(u32 target, const TensorMap* map, u32 barrier, int row, int group,
+                        int head) {
+  emulator::loads.start(target, map, barrier, 5, {0, row, 0, group, head});
 }
 
 template <int kRegisters>
@@ -496,7 +497,7 @@ inline u32 cluster_rank() { return 0; }
 inline void cluster_sync() {}
 inline void alone() { emulator::fail("CTAs run one after another: no other CTA of a cluster"); }
 inline void tma_multicast_4d(u32, const TensorMap*, u32, u16, int, int, int, int) { alone(); }
-inline void tma_multicast_5d(u32, const TensorMap*, u32, u16, int, int) { alone(); }
+inline void tma_multicast_5d(u32, const TensorMap*, u32, u16, int, int, int) { alone(); }
 inline void mbarrier_arrive_remote(u32, u32) { alone(); }
 inline void mbarrier_wait_cluster(u32, u32) { alone(); }
 
