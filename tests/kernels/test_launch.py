@@ -225,7 +225,7 @@ def test_rows_that_whole_fragments_reach(
         return [int(x) for x in np.frombuffer(params[name].tobytes(), np.uint64)]
 
     slab, batch_and_heads = 64, 2 * 2
-    sizes = (slab, 8, 2, skv // 8, batch_and_heads)
+    sizes = (slab, 16, 2, skv // 8, batch_and_heads)  # of groups of 8 rows with the next 8
     for name, pointer in (("k_fragment", POINTERS["k"]), ("v_fragment", POINTERS["v"])):
         # Box: a fragment of 64 rows in 8 groups of 8, in 2 slabs of 64 columns.
         expected = [pointer, 5, *sizes, slab, 8, 2, 8, 1, 0, 0, 0, 0] if whole else [0] * 16
