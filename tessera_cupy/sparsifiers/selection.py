@@ -88,7 +88,7 @@ def memory() -> list[Any]:
     return [] if _watched.watch is None else _watched.watch.memory
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Selection:
     """A mask over tokens that each head first puts in an order of its own.
 
@@ -116,6 +116,12 @@ class Selection:
     kv_orders: TokenOrders | None = None
     # Of the inputs that this thread checked last, which are those that the mask was made from.
     _watch: _Watch | None = field(default_factory=lambda: _watched.watch, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        """The number of orders, and the mask drawn; waits for the GPU where the mask is there."""
+        count = len(self.orders.orders)
+        orders = "1 order" if count == 1 else f"{count} orders"
+        return f"Selection in {orders} of {self.orders.tokens:,} tokens\n{self.mask!r}"
 
     @property
     def blocks(self) -> BlockMask:

@@ -83,3 +83,11 @@ def test_a_selection_moves_tokens_and_tells_what_the_rule_did() -> None:
 def test_no_flag_is_raised_for_arrays_that_nobody_checked() -> None:
     checked_inputs(array(), array(), GRID)
     assert flag_of(SimpleNamespace(data=SimpleNamespace(ptr=4096))) == 0
+
+
+def test_a_selection_draws_its_mask() -> None:
+    mask = BlockMask.from_dense([[1, 0], [1, 1]], (64, 64))
+    orders = TokenOrders(np.stack([np.arange(128), np.arange(128)[::-1]]), np.array([[0, 1]]))
+    drawn = repr(Selection(mask, orders)).splitlines()
+    assert drawn[0] == "Selection in 2 orders of 128 tokens"
+    assert "\n".join(drawn[1:]) == repr(mask)
