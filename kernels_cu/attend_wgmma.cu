@@ -17,6 +17,10 @@
 // step's P tells where it is so large that the bound has to move. Where P is not even a number, the
 // CTA takes all its tasks a second time, and looks for the largest score of each step.
 //
+// Gather: the rows of some fragments lie anywhere. The warps that copy K and V copy them 16 bytes a
+// lane, and their lanes arrive at the stage's barrier when their copies are complete. These are
+// writes of the generic proxy, which wgmma reads in its own: consumers fence between them.
+//
 // Twins: the two CTAs of a cluster hold tasks with equal lists. Each copies half of every step's
 // fragments, into the shared memory of both.
 //
@@ -31,14 +35,16 @@
 
 namespace tessera {
 
-template <typename T_, int kHeadDim_, int kTileQ_, int kTileKV_, bool kTwins_, bool kBits_>
+template <typename T_, int kHeadDim_, int kTileQ_, int kTileKV_, bool kTwins_, bool kBits_,
+          bool kGather_>
 struct WgmmaConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kTileQ = kTileQ_;
   static constexpr int kTileKV = kTileKV_;
   static constexpr bool kTwins = kTwins_;
-  static constexpr bool kBits = kBits_;  // fragments may have token bits
+  static constexpr bool kBits = kBits_;      // fragments may have token bits
+  static constexpr bool kGather = kGather_;  // rows of fragments may lie anywhere
   static constexpr int kStages = 2;
   static constexpr int kWarpgroups = kTileQ / 64;              // that multiply
   static constexpr bool kHalves = kWarpgroups == 2 && !kBits;  // tiles may be of halves
@@ -58,9 +64,13 @@ struct WgmmaConfig {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "one or two slabs of 64 columns");
   static_assert(kTileKV == 128 || kTileKV == 192, "the shapes of wgmma_qk");
   static_assert(kTileQ == 128 || kTileQ == 192, "two or three warpgroups of 64 rows");
+  static_assert(!kGather || (kTileQ == 128 && !kTwins && !kBits),
+                "gathered fragments use the bit of a group that tiles of 128 rows lack");
   // Registers of a thread: the producer's and a consumer's.
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 && !kGather ? 24 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
+  // That a stage's barrier waits for.
+  static constexpr int kArrivals = kGather ? 33 : 1;
 };
 
 template <typename C>
@@ -196,11 +206,43 @@ __device__ __forceinline__ void copy_q(const WgmmaParams& p, WgmmaStorage<C>& sm
   }
 }
 
+// A warp copies the gathered fragments of a step, one after the other: neighbouring lanes have the
+// 16-byte chunks of a row. What lies behind a fragment's rows, or the head dim, is zeros.
+template <typename C>
+__device__ __forceinline__ void gather(u32 gathered, Fragment f, u32 step, int slot, u32 bytes,
+                                       u64 source, i64 row_bytes, const i32* rows, int head_dim) {
+  constexpr int kChunks = C::kHeadDim / 8;
+  constexpr int kAtOnce = 32 / kChunks;  // rows
+  const int lane = threadIdx.x & 31;
+  const int chunk = lane % kChunks;
+  const bool inside = chunk * 8 < head_dim;
+  source += chunk * 16;
+  for (; gathered != 0u; gathered &= gathered - 1u) {
+    const int from = __ffs(static_cast<int>(gathered)) - 1;
+    const int start = __shfl_sync(~0u, f.start, from);
+    const int length = static_cast<int>(__shfl_sync(~0u, f.info, from) >> 24);
+    const u32 fragment = step + from * bytes + chunk / 8 * 1024;
+    for (int first = 0; first < slot; first += 32) {
+      const int row = first + lane < length ? __ldg(rows + start + first + lane) : -1;
+      const int end = min(slot - first, 32);
+#pragma unroll 2
+      for (int r = 0; r < end; r += kAtOnce) {
+        const int at = first + r + lane / kChunks;
+        const int key = __shfl_sync(~0u, row, r + lane / kChunks);
+        const u32 target =
+            fragment + (at >> 3) * (C::kSlabs * 1024) + (at & 7) * 128 + (((chunk ^ at) & 7) << 4);
+        cp_async16(target, source + key * row_bytes, key >= 0 && inside);
+      }
+    }
+  }
+}
+
 // The warp that copies K, or V: a lane a fragment, through the map of whole fragments where it can.
 template <typename C>
 __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& smem, u8* tiles,
                                         u64 (*full)[C::kStages], u64 (*empty)[C::kStages],
-                                        u64* ready, const TensorMap* rows, const TensorMap* whole) {
+                                        u64* ready, const TensorMap* rows, const TensorMap* whole,
+                                        const u16* source, const Strides& stride) {
   const int lane = threadIdx.x & 31;
   const int slot = 1 << p.slot_log2;
   const int fragments = C::kTileKV >> p.slot_log2;
@@ -236,7 +278,8 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
       const int length = f.info >> 24;
       const bool loaded = length > 0 && (f.info & 0xffffffu) != 0;
       const u32 parts = parts_of_step<C>(loaded, f.info, existing);
-      const u32 bytes = __popc(__ballot_sync(~0u, loaded)) * fragment_bytes;
+      const bool gathered = C::kGather && loaded && (f.info & kGathered) != 0u;
+      const u32 bytes = __popc(__ballot_sync(~0u, loaded && !gathered)) * fragment_bytes;
       if (parts != 0u) {
 #pragma unroll
         for (int w = 0; w < C::kWarpgroups; ++w) {
@@ -269,7 +312,7 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
                                    slab * 64, f.start + g * 8, head, batch);
             }
           }
-        } else if (loaded) {
+        } else if (loaded && !gathered) {
           if (is_whole) {
             tma_load_5d(target, whole, barrier, f.start & 7, f.start >> 3, kv_head);
           } else {
@@ -280,6 +323,13 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
           }
         }
         __syncwarp();
+        if (C::kGather) {
+          const u64 of_head =
+              reinterpret_cast<u64>(source + batch * stride.batch + head * stride.head);
+          gather<C>(__ballot_sync(~0u, gathered), f, target - lane * fragment_bytes, slot,
+                    fragment_bytes, of_head, stride.row * 2, p.rows, p.head_dim);
+          cp_async_arrive(barrier);
+        }
       }
       f = fetch(i + 1);
     }
@@ -405,10 +455,12 @@ struct WgmmaConsumer {
   }
   __device__ __forceinline__ void wait_k(u32 barrier) {
     mbarrier_wait(smem_address(&smem.k_full[0][0]) + 8 * barrier, k_phases >> barrier & 1u);
+    if (C::kGather) async_proxy_fence();
     k_phases ^= 1u << barrier;
   }
   __device__ __forceinline__ void wait_v(u32 barrier) {
     mbarrier_wait(smem_address(&smem.v_full[0][0]) + 8 * barrier, v_phases >> barrier & 1u);
+    if (C::kGather) async_proxy_fence();
     v_phases ^= 1u << barrier;
   }
   __device__ __forceinline__ void release_k(u32 barrier) const {
@@ -836,8 +888,8 @@ __device__ __forceinline__ void attend_wgmma(const WgmmaParams& params) {
     }
     for (int stage = 0; stage < C::kStages; ++stage) {
       for (int set = 0; set < C::kSets; ++set) {
-        mbarrier_init(smem_address(&smem.k_full[set][stage]), 1);
-        mbarrier_init(smem_address(&smem.v_full[set][stage]), 1);
+        mbarrier_init(smem_address(&smem.k_full[set][stage]), C::kArrivals);
+        mbarrier_init(smem_address(&smem.v_full[set][stage]), C::kArrivals);
       }
       for (int w = 0; w < C::kWarpgroups; ++w) {  // each of its warps releases
         mbarrier_init(smem_address(&smem.k_empty[w][stage]), 4);
@@ -857,10 +909,10 @@ __device__ __forceinline__ void attend_wgmma(const WgmmaParams& params) {
     registers_decrease<C::kProducerRegisters>();
     if (warp == 0)
       copy_kv<C>(params, smem, smem.k, smem.k_full, smem.k_empty, smem.k_ready, &params.k_rows,
-                 &params.k_fragment);
+                 &params.k_fragment, params.k, params.k_stride);
     if (warp == 1)
       copy_kv<C>(params, smem, smem.v, smem.v_full, smem.v_empty, smem.v_ready, &params.v_rows,
-                 &params.v_fragment);
+                 &params.v_fragment, params.v, params.v_stride);
     if (warp == 2) copy_q<C>(params, smem);
   } else {
     registers_increase<C::kConsumerRegisters>();
@@ -873,13 +925,15 @@ __device__ __forceinline__ void attend_wgmma(const WgmmaParams& params) {
 }  // namespace tessera
 
 // The one entry of a specialisation: element type, head dim, tile rows, tile columns, whether pairs
-// of CTAs share lists, whether fragments have token bits.
+// of CTAs share lists, whether fragments have token bits, whether their rows may lie anywhere.
 #define TESSERA_CLUSTER_true __cluster_dims__(2, 1, 1)
 #define TESSERA_CLUSTER_false
-#define TESSERA_ATTEND_WGMMA(T, kHeadDim, kTileQ, kTileKV, kTwins, kBits)                      \
-  extern "C" __global__ void TESSERA_CLUSTER_##kTwins __launch_bounds__(                       \
-      tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits>::kThreads, 1) \
-      attend(const __grid_constant__ tessera::WgmmaParams params) {                            \
-    tessera::attend_wgmma<                                                                     \
-        tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits>>(params);   \
+#define TESSERA_ATTEND_WGMMA(T, kHeadDim, kTileQ, kTileKV, kTwins, kBits, kGather)            \
+  extern "C" __global__ void TESSERA_CLUSTER_##kTwins __launch_bounds__(                      \
+      tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits,              \
+                           kGather>::kThreads,                                                \
+      1) attend(const __grid_constant__ tessera::WgmmaParams params) {                        \
+    tessera::attend_wgmma<                                                                    \
+        tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits, kGather>>( \
+        params);                                                                              \
   }

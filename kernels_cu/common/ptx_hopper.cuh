@@ -48,6 +48,11 @@ __device__ __forceinline__ void tma_load_5d(u32 target, const TensorMap* map, u3
       : "memory");
 }
 
+// Arrives at a barrier once all copies by cp_async16 of this thread so far are complete.
+__device__ __forceinline__ void cp_async_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // The same into the shared memory of all CTAs in the mask, each of which counts the bytes at its
 // own barrier.
 __device__ __forceinline__ void tma_multicast_4d(u32 target, const TensorMap* map, u32 barrier,

@@ -56,7 +56,10 @@ __device__ __forceinline__ i32 word_of_halves(int first, int rows) {
   return (first + 1) << 16 | rows;
 }
 
-// A fragment of KV rows, 8 bytes: first row; length in the top 8 bits, members in the low 24.
+// A fragment of KV rows, 8 bytes: first row; length in the top 8 bits, members in the low 24. With
+// the bit kGathered, which tiles of 128 rows have no group for, its rows lie anywhere: `start` is
+// the index of the first of them in a list of rows.
+inline constexpr u32 kGathered = 1u << 23;
 struct Fragment {
   i32 start;
   u32 info;
@@ -131,6 +134,12 @@ struct WgmmaParams {
   const i64* counts;     // TileCount, whose tasks are the task_count; or null
   const i32* frag_bits;  // as in AttendParams
   const u32* bits;
+  // Of entries that gather rows:
+  const u16* k;
+  const u16* v;
+  Strides k_stride;
+  Strides v_stride;
+  const i32* rows;  // of gathered fragments
 };
 
 struct MergeParams {

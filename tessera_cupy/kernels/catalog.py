@@ -42,7 +42,7 @@ class KernelConfig:
         stages: K and V stages in shared memory.
         min_ctas: CTAs that fit on one multiprocessor together; bounds the registers.
         features: ``("bits",)`` when it reads token bits; ``("twins",)`` when pairs of CTAs share
-            the loads of equal lists; for ``mask_state`` one of :data:`MASK_FORMATS`; for a kernel
+            the loads of equal lists; ``("gather",)`` when rows of a fragment may lie anywhere; for ``mask_state`` one of :data:`MASK_FORMATS`; for a kernel
             over tokens one of :data:`ELEMENTS`, if it reads any; else empty.
         why: the reason for this shape.
     """
@@ -94,6 +94,11 @@ class KernelConfig:
     def bits(self) -> bool:
         """Whether the kernel reads token bits of partial blocks."""
         return "bits" in self.features
+
+    @property
+    def gather(self) -> bool:
+        """Whether the rows of a fragment may lie anywhere."""
+        return "gather" in self.features
 
     @property
     def twins(self) -> bool:
@@ -226,13 +231,14 @@ _WGMMA_WHY = (
 _WGMMA_WHY_3 = "three warpgroups of 64 rows, which a short head dim leaves registers for"
 #: Head dim, tile rows, tile columns, the features that there are besides none.
 _WGMMA_ROWS = (
-    (64, 128, 192, ("twins", "bits"), _WGMMA_WHY),
-    (128, 128, 192, ("twins", "bits"), _WGMMA_WHY),
+    (64, 128, 192, ("twins", "bits", "gather"), _WGMMA_WHY),
+    (128, 128, 192, ("twins", "bits", "gather"), _WGMMA_WHY),
     (64, 192, 128, ("twins",), _WGMMA_WHY_3),
 )
 _WGMMA_FEATURE_WHY = {
     "twins": "; two CTAs with equal lists load each half for both",
     "bits": "; token bits cost registers, so they have an entry of their own",
+    "gather": "; copying single rows takes registers and arrivals of all lanes",
 }
 _TILE_WARPS = {"tile_counts": 8, "tile_scan": 32, "tile_fragments": 4}
 _TILE_WHY = {
@@ -417,7 +423,14 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
 
 
 def find(
-    arch: str, kernel: str, dtype: str, head_dim: int, tile_q: int, tile_kv: int, bits: bool
+    arch: str,
+    kernel: str,
+    dtype: str,
+    head_dim: int,
+    tile_q: int,
+    tile_kv: int,
+    bits: bool,
+    gather: bool = False,
 ) -> KernelConfig | None:
     """The entry that serves these sizes: the one of the smallest head dim that suffices.
 
@@ -429,6 +442,7 @@ def find(
         tile_q: query rows of the physical tile, exact.
         tile_kv: its KV columns, exact.
         bits: whether token bits must be read.
+        gather: whether single rows must be gathered.
 
     Returns:
         None when the catalog has no such entry.
@@ -437,6 +451,7 @@ def find(
         config
         for config in catalog(arch)
         if (config.kernel, config.dtype, config.bits) == (kernel, dtype, bits)
+        and config.gather == gather
         and not config.twins
         and (config.tile_q, config.tile_kv) == (tile_q, tile_kv)
         and config.serves(head_dim)

@@ -75,20 +75,23 @@ WGMMA_PARAMS = np.dtype(
             *("o", "lse", "o_stride", "tasks", "frags", "units", "partial_o", "partial_ml"),
             *("task_count", "q_heads", "q_per_kv", "head_dim", "sq", "slot_log2", "whole_rows"),
             *("scale_log2", "negate", "counts", "frag_bits", "bits"),
+            *("k", "v", "k_stride", "v_stride", "rows"),
         ],
         "formats": [
             *[TENSOR_MAP] * 5,
             *(_POINTER, _POINTER, _STRIDES, *[_POINTER] * 5),
             *[np.int32] * 7,
             *(np.float32, np.int32, *[_POINTER] * 3),
+            *(_POINTER, _POINTER, _STRIDES, _STRIDES, _POINTER),
         ],
         "offsets": [
             *range(0, 640, 128),
             *(640, 648, 656, *range(680, 720, 8)),
             *range(720, 720 + 4 * 9, 4),
             *range(760, 784, 8),
+            *(784, 792, 800, 824, 848),
         ],
-        "itemsize": 832,
+        "itemsize": 896,
     }
 )
 
@@ -379,7 +382,11 @@ def pack(
         "negate": g.sm_scale < 0,
     }
     if config.kernel == "attend_wgmma":
-        params = packed_struct(WGMMA_PARAMS, common | _maps(slot_log2, q, k, v, g))
+        operands = {
+            **{name: t.pointer for name, t in (("k", k), ("v", v))},
+            **{f"{name}_stride": t.strides for name, t in (("k", k), ("v", v))},
+        }
+        params = packed_struct(WGMMA_PARAMS, common | operands | _maps(slot_log2, q, k, v, g))
     else:
         operands = {
             **{name: t.pointer for name, t in (("q", q), ("k", k), ("v", v))},

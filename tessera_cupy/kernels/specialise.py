@@ -60,7 +60,8 @@ def _instance(config: KernelConfig) -> tuple[str, str]:
     sizes: tuple[object, ...] = (config.head_dim, config.tile_q, config.tile_kv)
     if config.kernel == "attend_wgmma":
         twins = "true" if config.twins else "false"
-        return ", ".join(map(str, (element, *sizes, twins, bits))), "WgmmaStorage<Config>"
+        gather = "true" if config.gather else "false"
+        return ", ".join(map(str, (element, *sizes, twins, bits, gather))), "WgmmaStorage<Config>"
     sizes = (element, *sizes, warps, config.stages, bits, ctas)
     return ", ".join(map(str, sizes)), "SharedStorage<Config>"
 

@@ -62,6 +62,13 @@ struct Copy {
   unsigned bytes;
   bool valid;
   unsigned group;
+  unsigned number;  // of the thread's copies
+};
+
+// What follows once a thread's first so many copies have landed.
+struct Afterwards {
+  unsigned copies;
+  std::function<void()> then;
 };
 
 class Copies : public Background {
@@ -72,13 +79,19 @@ class Copies : public Background {
     std::uint8_t* const to = shared_at(target, bytes, bytes, "cp.async");
     if (valid && reinterpret_cast<std::uintptr_t>(source) % bytes)
       fail("cp.async: global address %p is no multiple of %u", source, bytes);
-    const Copy copy{target, source, bytes, valid, group_[number()]};
+    const Copy copy{target, source, bytes, valid, group_[number()], started_[number()]++};
     if (machine.landing == Machine::kEarly) return finish(copy);
     memset(to, 0xff, bytes);
     pending_[number()].push_back(copy);
   }
 
   void commit() { ++group_[number()]; }
+
+  // Calls `then` once all copies that the thread has started have landed.
+  void after(std::function<void()> then) {
+    afterwards_[number()].push_back({started_[number()], std::move(then)});
+    settle(number());
+  }
 
   void wait(unsigned newest) {
     std::vector<Copy>& own = pending_[number()];
@@ -91,16 +104,19 @@ class Copies : public Background {
       }
     }
     own.resize(kept);
+    settle(number());
   }
 
   bool land(unsigned random) override {
     for (int i = 0; i < machine.threads; ++i) {
-      std::vector<Copy>& copies = pending_[(random + i) % machine.threads];
+      const int thread = (random + i) % machine.threads;
+      std::vector<Copy>& copies = pending_[thread];
       if (copies.empty()) continue;
       std::swap(copies[random / 1024 % copies.size()], copies.back());
       const Copy copy = copies.back();
       copies.pop_back();
       finish(copy);
+      settle(thread);
       return true;
     }
     return false;
@@ -109,7 +125,8 @@ class Copies : public Background {
   void clear() {
     for (int i = 0; i < kMaxThreads; ++i) {
       pending_[i].clear();
-      group_[i] = 0;
+      afterwards_[i].clear();
+      group_[i] = started_[i] = 0;
     }
   }
 
@@ -122,8 +139,25 @@ class Copies : public Background {
     }
   }
 
+  void settle(int thread) {
+    std::vector<Afterwards>& waiting = afterwards_[thread];
+    for (size_t i = 0; i < waiting.size();) {
+      bool landed = true;
+      for (const Copy& copy : pending_[thread]) landed &= copy.number >= waiting[i].copies;
+      if (!landed) {
+        ++i;
+        continue;
+      }
+      const std::function<void()> then = waiting[i].then;
+      waiting.erase(waiting.begin() + i);
+      then();
+    }
+  }
+
   std::vector<Copy> pending_[kMaxThreads];
+  std::vector<Afterwards> afterwards_[kMaxThreads];
   unsigned group_[kMaxThreads] = {};
+  unsigned started_[kMaxThreads] = {};
 };
 inline Copies copies;
 inline const bool copies_are_cleared = (at_start.push_back([] { copies.clear(); }), true);

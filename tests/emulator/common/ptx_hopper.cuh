@@ -41,13 +41,18 @@ inline void turn_if_complete(Mbarrier& barrier) {
   wake(&barrier);
 }
 
-inline void arrive(unsigned address, long bytes) {
+// By a thread, or by a copy that has landed while nobody runs.
+inline void count_arrival(unsigned address, long bytes) {
   Mbarrier& barrier = mbarrier_at(address);
   if (barrier.missing == 0)
     fail("mbarrier %#x: more than %u arrivals in a phase", address, barrier.count);
   barrier.bytes += bytes;
   --barrier.missing;
   turn_if_complete(barrier);
+}
+
+inline void arrive(unsigned address, long bytes) {
+  count_arrival(address, bytes);
   maybe_switch();
 }
 
@@ -428,6 +433,9 @@ inline void mbarrier_init(u32 barrier, u32 arrivals) {
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(u32 barrier) { emulator::arrive(barrier, 0); }
 inline void mbarrier_arrive_expect(u32 barrier, u32 bytes) { emulator::arrive(barrier, bytes); }
+inline void cp_async_arrive(u32 barrier) {
+  emulator::copies.after([barrier] { emulator::count_arrival(barrier, 0); });
+}
 inline void mbarrier_wait(u32 barrier, u32 parity) {
   const emulator::Mbarrier& at = emulator::mbarrier_at(barrier);
   while ((at.phase & 1) == (parity & 1))
