@@ -108,7 +108,7 @@ def eligible(
     """The kernel that runs a plan for this request, or None and the reason."""
     if mask.ragged:
         return _eligible(spec, mask, request)
-    key = (spec, request, mask.block_size, mask.has_token_bits)
+    key = (spec, request, mask.block_size, mask.has_token_bits, mask.slices is None)
     found = _uniform.get(key)
     if found is None:
         if len(_uniform) >= _MOST_KNOWN:
@@ -125,7 +125,8 @@ _MOST_KNOWN = 1024
 def _eligible(
     spec: PlanSpec, mask: BlockMask, request: Request
 ) -> tuple[catalog.KernelConfig | None, str]:
-    bits = mask.has_token_bits
+    gather = spec.mapping.kv == "gather"
+    bits = mask.has_token_bits and not gather
     config = catalog.find(
         request.arch.name,
         spec.kernel,
@@ -134,9 +135,10 @@ def _eligible(
         spec.tile_q,
         spec.tile_kv,
         bits,
+        gather,
     )
     if config is None:
-        kind = "with token bits " if bits else ""
+        kind = "with token bits " if bits else "that gathers rows " if gather else ""
         return None, (
             f"the catalog of {request.arch.name} has no {spec.kernel} kernel {kind}with "
             f"{spec.tile_q}x{spec.tile_kv} tiles for head dim {request.head_dim}"

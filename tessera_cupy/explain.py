@@ -29,6 +29,7 @@ _KV_SIDE = {
     "merge": "a step covers an aligned group of KV blocks; membership masks what is off",
     "split": "a KV block becomes several steps",
     "pack": "a step is filled with active blocks from anywhere in the list",
+    "gather": "a step is filled with runs of keys and single keys from anywhere in the list",
 }
 _ORGANIZATION = {
     "runs": "tiles that read the same KV rows run together",
@@ -52,6 +53,9 @@ def summary(plan: Plan) -> dict[str, Any]:
     itemsize = 4 if request.dtype == "float32" else 2
     row_bytes = request.head_dim * itemsize
     loaded_rows = int(tiles.frag_len[tiles.frag_members != 0].sum(dtype="int64"))
+    gathered_rows = 0
+    if tiles.frag_gathered is not None:
+        gathered_rows = int(tiles.frag_len[tiles.frag_gathered].sum(dtype="int64"))
     pairs = plan.mask.active_pairs() * per_mask_head
     return {
         "name": plan.spec.name,
@@ -88,6 +92,8 @@ def summary(plan: Plan) -> dict[str, Any]:
         "steps": int(tiles.steps.sum(dtype="int64")),
         "fragments": len(tiles.frag_start),
         "fragment_columns": tiles.shape.slot,
+        "rows_in_runs": loaded_rows - gathered_rows,
+        "gathered_rows": gathered_rows,
         "useful_fraction": useful_fraction(tiles, plan.mask, part),
         "tasks": len(tasks),
         "split_tiles": len(tasks.merge_tile),
@@ -114,6 +120,8 @@ def _plan_bytes(plan: Plan) -> int:
     arrays += [tasks.merge_head, tasks.merge_tile, tasks.merge_offsets]
     if tiles.tile_units is not None:
         arrays.append(tiles.tile_units)
+    if tiles.rows is not None:
+        arrays.append(tiles.rows)
     if plan.config.bits:
         arrays += [tiles.frag_bits, tiles.bits]
     packed = len(tasks) * TASK.itemsize + len(tiles.frag_start) * _FRAGMENT_BYTES
@@ -146,6 +154,10 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
     mapping, organization = plan.spec.mapping, plan.spec.organization
     order = [text for part, text in _ORGANIZATION.items() if getattr(organization, part)]
     r, mask, loaded = s["request"], s["mask"], s["bytes"]["kv_loaded"]
+    keys = []
+    if mapping.kv == "gather":
+        found = f"{s['gathered_rows']:,} gathered, {s['rows_in_runs']:,} in runs, over all tiles"
+        keys = [("keys", found)]
     return [
         ("plan", f"{s['name']} for {s['arch']}"),
         ("regime", s["regime"]),
@@ -171,6 +183,7 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
             f"{plan.spec.tile_kv} columns from {s['fragments']:,} fragments; "
             f"useful fraction {s['useful_fraction']:.2f}",
         ),
+        *keys,
         ("organization", f"{organization.name}: {'; '.join(order) or 'row order'}"),
         ("tasks", f"{s['tasks']:,}, {s['split_tiles']:,} tiles split"),
         ("kernel", f"{s['kernel']['name']}: {s['kernel']['why']}"),
@@ -185,6 +198,8 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _blocks(plan: Plan) -> str:
     rows, keys = plan.mask.block_size
+    if plan.spec.mapping.kv == "gather":
+        return f"slices of {rows} rows by single keys"
     if isinstance(plan.mask, SliceBlocks):
         return f"slices of {rows} rows, run as blocks of {keys} keys with token bits"
     return f"blocks {rows}x{keys}"

@@ -444,7 +444,7 @@ class _Run(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A fragment in its tile: bands are rows of the tile, the column is that in its step."""
+    """A run of a fragment's keys in its tile: bands are rows of it, the column is in its step."""
 
     step: int
     column: int
@@ -493,13 +493,20 @@ def _pieces(tiles: Tiles, tile: int, halves: NDArray[np.bool_]) -> Iterator[_Pie
                 bands[-1] = (bands[-1][0], bottom, member)
             else:
                 bands.append((top, bottom, member))
-        yield _Piece(
-            step,
-            slot * tiles.shape.slot,
-            int(tiles.frag_start[at]),
-            int(tiles.frag_len[at]),
-            bands,
-        )
+        for column, kv0, length in _key_runs(tiles, at):
+            yield _Piece(step, slot * tiles.shape.slot + column, kv0, length, bands)
+
+
+def _key_runs(tiles: Tiles, fragment: int) -> Iterator[tuple[int, int, int]]:
+    """Runs of neighbouring keys of a fragment: first column, first KV row, length."""
+    length = int(tiles.frag_len[fragment])
+    if tiles.frag_gathered is None or not tiles.frag_gathered[fragment]:
+        yield 0, int(tiles.frag_start[fragment]), length
+        return
+    keys = tiles.key_rows(fragment, np.arange(length))
+    cuts = np.flatnonzero(np.diff(keys) != 1) + 1
+    for begin, end in pairwise([0, *cuts.tolist(), length]):
+        yield begin, int(keys[begin]), end - begin
 
 
 class _Boxes:
@@ -588,8 +595,7 @@ def _everything(tiles: Tiles, head: int) -> Window:
             wrong("head", f"a mask head from 0 to {tiles.heads - 1}", head, "pick one of them")
         )
     q1 = int(_units(tiles)[1][mine].max())
-    kv1 = int((tiles.frag_start + tiles.frag_len).max(initial=1))
-    return Window(0, q1, 0, kv1)
+    return Window(0, q1, 0, max(1, tiles.keys_end()))
 
 
 def _mask_head(mask: BlockMask, batch: int, head: int) -> int:

@@ -48,6 +48,6 @@ def expand(tiles: Tiles, sq: int, skv: int) -> NDArray[np.int16]:
         query = tiles.query_rows(tile[fragment], r)
         # Rows of a group past those that the tile has are computed, but never stored.
         stored = tiles.exists(tile[fragment], r)
-        key = tiles.frag_start[part][fragment] + c
+        key = tiles.key_rows(low + fragment, c)
         np.add.at(counts, (head[stored], query[stored], key[stored]), 1)
     return counts

@@ -2,7 +2,8 @@
 
 Pack writes fragments one after another, those with token bits last. Retain and split pad each
 block's fragments to whole steps. Merge gives neighbouring blocks fixed places in one step, whether
-the tile needs them or not.
+the tile needs them or not. Gather does not come here: it has no blocks
+(:mod:`tessera_cupy.mapping.gather`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tessera_cupy.mapping.tiles import Tiles, TileShape
 if TYPE_CHECKING:
     from tessera_cupy.masks.block_mask import BlockMask
 
-KvSide = Literal["retain", "merge", "split", "pack"]
+KvSide = Literal["retain", "merge", "split", "pack", "gather"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from tessera_cupy.errors import PlanNotEligibleError, wrong
+from tessera_cupy.mapping import gather
 from tessera_cupy.mapping.kv_side import KvSide, largest_kv_block, lay_out
 from tessera_cupy.mapping.q_side import QSide, largest_q_block, makes_halves, tile_lists
 from tessera_cupy.mapping.regroup import regroup, reordered, units
@@ -42,7 +43,8 @@ class Mapping:
             query block becomes several tiles).
         kv: "retain" (a step is a KV block), "merge" (a step covers an aligned group of
             neighbouring KV blocks, active or not), "split" (a KV block becomes several
-            steps) or "pack" (active blocks from anywhere in the list share a step).
+            steps), "pack" (active blocks from anywhere in the list share a step) or "gather"
+            (of key slices: runs of keys and single keys from anywhere share a step).
 
     Raises:
         ValueError: a side has another name.
@@ -157,6 +159,8 @@ def why_not(mapping: Mapping, mask: BlockMask, q: int, kv: int) -> str | None:
     Returns:
         One sentence, or None when the mapping is eligible.
     """
+    if mapping.kv == "gather":
+        return gather.why_not(mask.slices, mapping.q, q)
     bq, bkv = largest_q_block(mask), largest_kv_block(mask)
     if mapping.q == "retain" and bq > q:
         return f"retain Q needs query blocks of at most {q} rows (the tile), got {bq}"
@@ -206,8 +210,9 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
 
     Every active (query, key) pair of the mask is in exactly one (tile, fragment), and no
     inactive pair is in any; every query row is in exactly one tile. Fragments of a tile
-    ascend by KV row, with pack first those without token bits, with share and regroup inside each
-    of their classes. Heads and batches that the mask broadcasts stay broadcast.
+    ascend by KV row, with pack first those without token bits, with gather first those that are
+    not gathered, with share and regroup inside each of their classes. Heads and batches that the
+    mask broadcasts stay broadcast.
 
     Args:
         mask: the mask.
@@ -215,7 +220,7 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
         q: physical query rows of a tile, a multiple of 8 up to 256.
         kv: physical KV columns of a step, a multiple of 8.
         slot: columns of a fragment, a power of two from 8 that divides ``kv``;
-            :func:`choose_slot` when None.
+            when None :func:`choose_slot`, or with gather up to :data:`gather.SLOT`.
 
     Returns:
         Tiles sorted by mask head, then by first query row.
@@ -235,7 +240,9 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
         expected = f"a multiple of {GROUP_ROWS} from {GROUP_ROWS} to {MAX_TILE_Q}"
         raise ValueError(wrong("q", expected, q, "use a catalog's tile size"))
     slots = _slots(kv, "kv")
-    if slot is None:
+    if slot is None and mapping.kv == "gather":
+        slot = max(slot for slot in slots if slot <= gather.SLOT)
+    elif slot is None:
         slot = choose_slot(mask, kv)
     elif slot not in slots:
         expected = f"one of {slots}, the powers of two from {MIN_SLOT} that divide kv = {kv}"
@@ -244,6 +251,8 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
     if reason is not None:
         expected, fix = "one that can serve the mask", "choose another mapping or tile"
         raise PlanNotEligibleError(wrong("mapping", expected, f"{mapping.name}: {reason}", fix))
+    if mask.slices is not None and mapping.kv == "gather":
+        return gather.map_slices(mask.slices, mapping.q, q, kv, slot)
     halves = makes_halves(mask, mapping.q, q)
     mask = mask.on_host()
     shape = TileShape(q, kv, slot)

@@ -91,6 +91,13 @@ def exclusive_sum(counts: NDArray[Any]) -> NDArray[np.int64]:
     return offsets
 
 
+def consecutive(counts: NDArray[np.int64], begin: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``begin[i], begin[i] + 1, ...`` of each run of ``counts[i]`` numbers in turn."""
+    numbers = np.repeat(begin - exclusive_sum(counts)[:-1], counts)
+    numbers += np.arange(len(numbers))
+    return numbers
+
+
 def group_bits(first: NDArray[Any], stop: NDArray[Any]) -> NDArray[np.uint32]:
     """Membership words with a bit for each 8-row group that rows ``[first, stop)`` touch.
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera_cupy.mapping.q_side import exclusive_sum
+from tessera_cupy.mapping.q_side import consecutive, exclusive_sum
 from tessera_cupy.mapping.tiles import Tiles, TileShape
 
 # Fragments that are reordered at a time, to keep the scratch in the cache.
@@ -46,6 +46,8 @@ def share(tiles: Tiles) -> Tiles:
         "frag_members": (tiles.frag_members, 0),
         "frag_bits": (tiles.frag_bits, -1),
     }
+    if tiles.frag_gathered is not None:
+        fragments["frag_gathered"] = (tiles.frag_gathered, 0)
     count, offsets = len(tiles.frag_members), np.zeros_like(tiles.frag_offsets)
     room = count + 3 * (tiles.shape.fragments - 1) * len(tiles)
     moved: dict[str, Any] = {
@@ -102,7 +104,7 @@ def _by_class(
         _alternating((second, second_slot), (of_second, slot + both + of_first)),
     )
     source = np.full(first_step[-1] * per_step, -1)
-    source[np.concatenate([_targets(*run) for run in runs])] = np.concatenate(found)
+    source[np.concatenate([consecutive(*run) for run in runs])] = np.concatenate(found)
 
     last_step = np.cumsum(steps.sum(axis=0))
     order = _step_order(steps, last_step - steps.sum(axis=0))
@@ -148,7 +150,7 @@ def _step_order(steps: NDArray[np.int64], tile_step: NDArray[np.int64]) -> NDArr
     """
     both, first, second = steps
     order = np.empty(steps.sum(), np.int64)
-    order[_targets(both, tile_step)] = np.arange(both.sum())
+    order[consecutive(both, tile_step)] = np.arange(both.sum())
     # Steps of one half and of the other take turns while both last.
     single = tile_step + both
     for count, other, late, done in (
@@ -157,7 +159,7 @@ def _step_order(steps: NDArray[np.int64], tile_step: NDArray[np.int64]) -> NDArr
     ):
         rank = np.arange(count.sum()) - np.repeat(exclusive_sum(count)[:-1] - late, count)
         turns = np.minimum(rank, np.repeat(other, count))
-        order[_targets(count, single) + turns] = np.arange(done, done + count.sum())
+        order[consecutive(count, single) + turns] = np.arange(done, done + count.sum())
     return order
 
 
@@ -168,10 +170,3 @@ def _alternating(
     """Runs, as counts and begins, of which each of ``one`` is followed by its ``other``."""
     counts, begins = (np.stack(pair, axis=1).ravel() for pair in zip(one, other, strict=True))
     return counts, begins
-
-
-def _targets(counts: NDArray[np.int64], begin: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``begin[i], begin[i] + 1, ...`` of each run of ``counts[i]`` numbers in turn."""
-    targets = np.repeat(begin - exclusive_sum(counts)[:-1], counts)
-    targets += np.arange(len(targets))
-    return targets

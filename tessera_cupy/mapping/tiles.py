@@ -5,8 +5,9 @@ KV *fragments* that they attend to. A fragment is a run of at most ``slot`` neig
 rows. One kernel *step* loads ``shape.fragments`` consecutive fragments of the list side by
 side into a physical KV tile of ``shape.kv`` columns: fragment ``i`` of a step owns
 columns ``[i * slot, (i + 1) * slot)``, and columns past its length are masked.
+The rows of a *gathered* fragment are listed one by one and may lie anywhere.
 
-Retain, merge, split and pack differ only in which fragments share a step, so the
+Retain, merge, split, pack and gather differ only in which fragments share a step, so the
 kernels and the executor know nothing of them.
 """
 
@@ -66,7 +67,8 @@ class Tiles:
             Rows ``0`` to ``rows - 1`` of the tile exist, unless it has halves.
         frag_offsets: (T + 1,) int64, CSR over tiles. A tile's list holds whole steps
             except that the last step may be short.
-        frag_start: (F,) int32, first KV row.
+        frag_start: (F,) int32, first KV row; of a gathered fragment the index of its first entry
+            in ``rows``.
         frag_len: (F,) int32, rows, 0 to ``shape.slot``; 0 pads a step.
         frag_members: (F,) uint32, bit ``g`` set when the rows of group ``g``
             (rows ``8 g`` to ``8 g + 7`` of the tile) attend to the fragment. Bits past
@@ -84,6 +86,10 @@ class Tiles:
             0 to ``shape.q // 2``. It has the tile's rows from 0 on, and the second one, with the
             rest of ``tile_q[t, 1]``, those from ``shape.q // 2`` on: so both begin where a kernel's
             rows begin that skip steps together. Rows between do not exist. Otherwise None.
+        frag_gathered: (F,) bool, whether a fragment is gathered: column ``c`` of fragment ``f``
+            then is KV row ``rows[frag_start[f] + c]``. None where no fragment is.
+        rows: (R,) int32, KV rows of the gathered fragments, ascending in each; fragments may have
+            the same ones. None where no fragment is gathered.
     """
 
     shape: TileShape
@@ -98,6 +104,8 @@ class Tiles:
     bits: NDArray[np.uint32] = field(repr=False)
     tile_units: NDArray[np.int32] | None = None
     tile_halves: NDArray[np.int32] | None = None
+    frag_gathered: NDArray[np.bool_] | None = None
+    rows: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.tile_head)
@@ -129,6 +137,26 @@ class Tiles:
         """The rows that a tile has, ascending."""
         return np.flatnonzero(self.exists(tile, np.arange(self.shape.q)))
 
+    def key_rows(self, fragment: Any, column: Any) -> Any:
+        """KV rows that columns of fragments are; both integers or arrays that broadcast.
+
+        Of columns past a fragment's length it is some number.
+        """
+        row = self.frag_start[fragment] + column
+        if self.rows is None or self.frag_gathered is None or not len(self.rows):
+            return row
+        listed = self.frag_gathered[fragment] & (column < self.frag_len[fragment])
+        return np.where(listed, self.rows[np.where(listed, row, 0)], row)
+
+    def keys_end(self) -> int:
+        """One past the last KV row of any fragment; 0 without rows."""
+        runs = self.frag_len > 0
+        listed = 0
+        if self.rows is not None and self.frag_gathered is not None:
+            runs &= ~self.frag_gathered
+            listed = 1 + int(self.rows.max(initial=-1))
+        return max(listed, int((self.frag_start + self.frag_len)[runs].max(initial=0)))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
@@ -136,7 +164,12 @@ class Tiles:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The arrays by name, in the order of the class."""
-        own = {"tile_units": self.tile_units, "tile_halves": self.tile_halves}
+        own: dict[str, NDArray[Any] | None] = {
+            "tile_units": self.tile_units,
+            "tile_halves": self.tile_halves,
+            "frag_gathered": self.frag_gathered,
+            "rows": self.rows,
+        }
         return {
             "tile_head": self.tile_head,
             "tile_q": self.tile_q,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from tessera_cupy.masks.block_sizes import KnownSizes, UnreadSizes
 from tessera_cupy.masks.device_source import DeviceSource
 from tessera_cupy.masks.entries import Entries, dense_entries, sort_entries
 from tessera_cupy.masks.geometry import BlockGrid, pair, resolve_grid, uniform_grid
+
+if TYPE_CHECKING:
+    from tessera_cupy.masks.key_slices import KeySlices
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,6 +61,7 @@ class BlockMask(BlockGrid):
             ``c % 32`` of word ``c // 32`` of row ``r`` is set when the block's query
             ``r`` attends to its key ``c``.
         device: ordinal of the GPU that the source array was on, or None.
+        slices: the key slices that the mask was made of, or None.
 
     Example:
         >>> mask = BlockMask.from_dense([[1, 0], [1, 1]], (64, 64), shape=(128, 100))
@@ -70,6 +74,8 @@ class BlockMask(BlockGrid):
     partial: NDArray[np.int32] = field(repr=False)
     token_bits: NDArray[np.uint32] = field(repr=False)
     device: int | None = None
+    # Not of ``replace``, which makes another mask.
+    slices: KeySlices | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for array in self._arrays():

@@ -314,7 +314,10 @@ class KeySlices:
             partial=np.where(partial, np.cumsum(partial) - 1, -1),
             token_bits=np.broadcast_to(bits[:, None], (len(bits), self.group, words)),
         )
-        return replace(mask, device=self.device)
+        mask = replace(mask, device=self.device)
+        # A copy over the same arrays, so that slices and their blocks do not keep each other.
+        object.__setattr__(mask, "slices", replace(self))
+        return mask
 
     def _rows(self) -> NDArray[np.int64]:
         return np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))

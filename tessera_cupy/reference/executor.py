@@ -210,8 +210,7 @@ def _check(
     rows = int(mine.max(initial=-1)) + 1
     if rows > q.shape[2]:
         raise ValueError(wrong("q", f"at least the tiles' {rows} rows", q.shape[2], fix))
-    loaded = tiles.frag_len > 0
-    rows = int((tiles.frag_start + tiles.frag_len)[loaded].max(initial=0))
+    rows = tiles.keys_end()
     if rows > k.shape[2]:
         raise ValueError(wrong("k", f"at least the tiles' {rows} rows", k.shape[2], fix))
     heads = int(tasks.task_head.max(initial=-1)) + 1
@@ -253,6 +252,8 @@ class _Steps:
         follows: NDArray[np.bool_] = np.ones(len(exact), np.bool_)
         follows[1:] = tiles.frag_start[1:] == tiles.frag_start[:-1] + shape.slot
         follows[begin] = True
+        if tiles.frag_gathered is not None:
+            follows &= ~tiles.frag_gathered
         if len(begin):
             idle, exact, follows = (
                 np.logical_and.reduceat(of_fragment, begin)
@@ -273,12 +274,12 @@ class _Steps:
         mine = slice(self._first_step[tile] + begin, self._first_step[tile] + end)
         fragments = slice(int(self._begin[mine.start]), int(self._end[mine.stop - 1]))
         width = self._tiles.shape.slot
-        starts = self._tiles.frag_start[fragments]
         column = np.arange(width)
         # For the whole task at once: NumPy calls on single steps would cost more than the steps.
         loaded = np.where(self._tiles.frag_members[fragments], self._tiles.frag_len[fragments], 0)
         inside = column < loaded[:, None]
-        rows = np.where(inside, starts[:, None] + column, zero_row).ravel()
+        index = np.arange(fragments.start, fragments.stop)[:, None]
+        rows = np.where(inside, self._tiles.key_rows(index, column), zero_row).ravel()
         exact, neighbours = self._exact[mine].tolist(), self._neighbours[mine].tolist()
         bias = None if all(exact) else self._bias(fragments, inside, tile)
         idle = self._idle[mine].tolist()

@@ -88,8 +88,11 @@ class PlanSpec:
         """Whether the mapping is eligible for blocks of this size, whatever the mask's content.
 
         ``ragged`` sizes are those of the largest block. A merge of ragged blocks depends on
-        where the blocks lie, and a share on token bits, so neither is ever promised here.
+        where the blocks lie, a share on token bits, and gather is for key slices, so none of these
+        is ever promised here.
         """
+        if self.mapping.kv == "gather":
+            return False
         if self.mapping.q in ("share", "regroup") and self.mapping.kv != "pack":
             return False
         return _serves(self.mapping.q, block_q, self.tile_q, ragged) and _serves(
