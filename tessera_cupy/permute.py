@@ -414,7 +414,9 @@ def _check(arrays: tuple[Any, ...], orders: TokenOrders) -> bool:
                 "x",
                 f"shape (batch, heads, {orders.tokens}, d)",
                 f"shape {shape}",
-                "pass arrays of the tokens that the orders are for",
+                "pass x.transpose(0, 2, 1, 3), a view"
+                if len(shape) == 4 and shape[1] == orders.tokens
+                else "pass arrays of the tokens that the orders are for",
             )
         )
     if orders.choice is not None and shape[:2] != tuple(orders.choice.shape):

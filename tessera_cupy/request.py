@@ -171,14 +171,10 @@ def make_request(
         ValueError: shapes that do not fit; TypeError: dtypes that no kernel takes.
     """
     if not isinstance(mask, BlockMask):
-        raise TypeError(
-            wrong(
-                "mask",
-                "a BlockMask or KeySlices",
-                type(mask).__name__,
-                "build one, for example with BlockMask.from_dense(mask, (64, 64))",
-            )
-        )
+        fix = "build one, for example with BlockMask.from_dense(mask, (64, 64))"
+        if hasattr(mask, "mask"):  # what a rule returns
+            fix = "pass its .mask, and q, k and v in its orders"
+        raise TypeError(wrong("mask", "a BlockMask or KeySlices", type(mask).__name__, fix))
     for array in (q, k, v):
         if array is not None and not isinstance(array, ArraySpec):
             interop.framework(array)  # refuses what is no array

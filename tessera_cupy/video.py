@@ -219,7 +219,7 @@ class VideoGrid:
         except ImportError as error:
             raise MissingExtraError(
                 "The order along a curve needs numpy-hilbert-curve, which computes Hilbert curves, "
-                "and it is not installed. Fix: pip install 'tessera-cupy[video]'."
+                "and it is not installed. Fix: pip install numpy-hilbert-curve (the extra `video`)."
             ) from error
         bits = max(1, (max(self.t, self.h, self.w) - 1).bit_length())
         places = np.indices((self.t, self.h, self.w)).reshape(3, -1).T

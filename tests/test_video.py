@@ -243,7 +243,7 @@ def test_another_curve_is_refused() -> None:
 
 def test_the_curve_needs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hilbert", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tessera-cupy\[video\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install numpy-hilbert-curve"):
         VideoGrid(1, 2, 3).curve_order()
 
 

@@ -23,6 +23,6 @@ def need(module: str, package: str, purpose: str) -> ModuleSpec:
     if spec is None or spec.origin is None:
         raise MissingExtraError(
             f"The demo needs {package}, which {purpose}, and it is not installed. "
-            "Fix: pip install 'tessera-cupy[demo]'."
+            f"Fix: pip install {package} (the extra `demo` has all that it needs)."
         )
     return spec

@@ -59,7 +59,13 @@ class Pieces(NamedTuple):
 
 
 def kmeans(
-    x: Any, clusters: int, grid: VideoGrid, *, iterations: int, centroids: Any = None
+    x: Any,
+    clusters: int,
+    grid: VideoGrid,
+    *,
+    iterations: int,
+    centroids: Any = None,
+    argument: str = "clusters",
 ) -> Clusters:
     """Cluster the video's tokens of each head.
 
@@ -70,6 +76,7 @@ def kmeans(
         iterations: at least 1.
         centroids: (batch, heads, clusters, d) to begin with, where ``x`` is; None for tokens at
             even distances.
+        argument: what the caller calls ``clusters``.
 
     Raises:
         ValueError: no iterations; more clusters than tokens; other shapes of centroids.
@@ -84,7 +91,7 @@ def kmeans(
     most = min(MOST_CLUSTERS, grid.video_tokens)
     if not 1 <= clusters <= most:
         expected = f"1 to {most} clusters of {grid.video_tokens} video tokens"
-        raise ValueError(wrong("clusters", expected, clusters, f"take {most} at most"))
+        raise ValueError(wrong(argument, expected, clusters, f"take {most} at most, 1 at least"))
     shape = (*x.shape[:2], clusters, x.shape[3])
     if centroids is not None and tuple(centroids.shape) != shape:
         got = f"shape {tuple(centroids.shape)}"

@@ -168,18 +168,21 @@ def always(cut: Cubes, window: Window | None) -> NDArray[np.bool_]:
     if window is None:
         video = np.zeros((cut.tiles, cut.tiles), np.bool_)
     else:
-        video = window_tiles(cut.across, window)
+        video = window_tiles(cut.across, window, "window")
     kept = cut.with_text(video)
     kept.setflags(write=False)
     return kept
 
 
-def window_tiles(across: tuple[int, int, int], window: Window) -> NDArray[np.bool_]:
+def window_tiles(
+    across: tuple[int, int, int], window: Window, argument: str = "windows"
+) -> NDArray[np.bool_]:
     """Which tiles each tile keeps: (tiles, tiles) bool, tiles in raster order.
 
     Args:
         across: tiles along frames, rows and columns.
         window: extent of the window in tiles.
+        argument: what the caller calls it.
 
     Raises:
         ValueError: along an axis the window is larger than the grid, below 1, or even without
@@ -187,13 +190,16 @@ def window_tiles(across: tuple[int, int, int], window: Window) -> NDArray[np.boo
     """
     for axis, n, extent in zip(_AXES, across, window, strict=True):
         if not (extent == n or (1 <= extent < n and extent % 2)):
+            fits = tuple(
+                m if e >= m else max(1, e - 1 + e % 2) for m, e in zip(across, window, strict=True)
+            )
             raise ValueError(
                 wrong(
-                    "windows",
-                    f"along {axis} an odd number of tiles below {n}, or all {n}",
+                    argument,
+                    f"{' or '.join(map(str, _extents(n)))} tiles along {axis}, where the grid has "
+                    f"{n}",
                     f"{extent} in {window}",
-                    f"the grid has {across[0]}x{across[1]}x{across[2]} tiles; take "
-                    f"{n if extent >= n else max(1, extent - 1)} along {axis}",
+                    f"take {fits}, which fits {across[0]}x{across[1]}x{across[2]} tiles",
                 )
             )
     t, h, w = (_along(n, extent) for n, extent in zip(across, window, strict=True))
@@ -204,6 +210,16 @@ def window_tiles(across: tuple[int, int, int], window: Window) -> NDArray[np.boo
         & w[None, None, :, None, None, :]
     )
     return kept.reshape(tiles, tiles)
+
+
+def _extents(tiles: int) -> list[str]:
+    """Extents that a window may have along an axis, for a message."""
+    odd = [n for n in range(1, tiles) if n % 2]
+    return (
+        [str(n) for n in (odd if len(odd) < 4 else odd[:3])]
+        + ([f"another odd number below {tiles}"] if len(odd) > 3 else [])
+        + [f"all {tiles}"]
+    )
 
 
 def _along(n: int, extent: int) -> NDArray[np.bool_]:

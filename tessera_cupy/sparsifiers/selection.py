@@ -137,7 +137,9 @@ class Selection:
         return (self.kv_orders or self.orders).permute(x)
 
     def restore(self, x: Any) -> Any:
-        """Undo :meth:`permute`: back to raster order."""
+        """Undo :meth:`permute`: back to raster order; also of an LSE, (batch, heads, tokens)."""
+        if len(x.shape) == 3:
+            return self.orders.restore(x[..., None])[..., 0]
         return self.orders.restore(x)
 
     def check(self) -> None:
@@ -171,7 +173,7 @@ def check_grid(grid: Any) -> None:
                 "grid",
                 "a VideoGrid",
                 repr(grid),
-                "pass tessera_cupy.video.VideoGrid(frames, rows, columns)",
+                "pass tessera_cupy.video.VideoGrid(frames, rows, columns), or a model's .grid",
             )
         )
 
@@ -210,12 +212,17 @@ def checked_inputs(q: Any, k: Any, grid: VideoGrid) -> Any:
                 wrong(name, f"one of {', '.join(DTYPES)}", x.dtype.name, "convert with astype")
             )
     if len(q.shape) != 4 or q.shape[2] != grid.tokens or 0 in q.shape:
+        fix = "pass the grid of all tokens; VideoGrid's text_tokens says how many are text"
+        if len(q.shape) == 4 and q.shape[1] == grid.tokens:
+            fix = "pass q.transpose(0, 2, 1, 3), a view: rules take heads before tokens"
+        elif len(q.shape) == 3:
+            fix = "pass q[None], with a batch axis"
         raise ValueError(
             wrong(
                 "q",
                 f"shape (batch, heads, {grid.tokens}, d) for a grid of {grid}",
                 f"shape {tuple(q.shape)}",
-                "pass the grid of all tokens; VideoGrid's text_tokens says how many are text",
+                fix,
             )
         )
     if tuple(k.shape) != tuple(q.shape):
@@ -224,7 +231,7 @@ def checked_inputs(q: Any, k: Any, grid: VideoGrid) -> Any:
                 "k",
                 f"q's shape {tuple(q.shape)}",
                 f"shape {tuple(k.shape)}",
-                "repeat the keys of grouped heads first",
+                "pass keys of the same tokens; repeat those of grouped heads first",
             )
         )
     if xp is not np and q.device.id != k.device.id:

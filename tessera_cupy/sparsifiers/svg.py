@@ -57,7 +57,9 @@ class Windows(NamedTuple):
 
 @lru_cache(maxsize=64)
 def windows(grid: VideoGrid, keep: float = 0.3) -> Windows:
-    """The widest windows whose masks keep at most a fraction of all pairs; at least 0 each.
+    """The widest windows whose masks keep at most a fraction of all pairs.
+
+    A window of 0 keeps the sink and the query's own frame or place, which can be more.
 
     Args:
         grid: the grid of the tokens.

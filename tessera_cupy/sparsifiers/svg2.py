@@ -91,8 +91,12 @@ def select(
     if iterations is None:
         iterations = FIRST_ITERATIONS if centroids is None else NEXT_ITERATIONS
     q_begin, k_begin = (None, None) if centroids is None else centroids
-    queries = kmeans(q, q_clusters, grid, iterations=iterations, centroids=q_begin)
-    keys = kmeans(k, k_clusters, grid, iterations=iterations, centroids=k_begin)
+    queries = kmeans(
+        q, q_clusters, grid, iterations=iterations, centroids=q_begin, argument="q_clusters"
+    )
+    keys = kmeans(
+        k, k_clusters, grid, iterations=iterations, centroids=k_begin, argument="k_clusters"
+    )
     q_piece, k_piece = piece or (QUERY_PIECE, key_piece(grid.video_tokens, k_clusters))
     q_cut, k_cut = (
         pieces(

@@ -53,7 +53,9 @@ def test_keys_elsewhere() -> None:
 
 
 def test_keys_of_grouped_heads() -> None:
-    with pytest.raises(ValueError, match=r"`k`: expected q's shape .* Fix: repeat the keys"):
+    with pytest.raises(
+        ValueError, match=r"`k`: expected q's shape .* Fix: pass keys of the same tokens"
+    ):
         checked_inputs(array(), array(1, 1, 67, 8), GRID)
 
 
@@ -83,6 +85,24 @@ def test_a_selection_moves_tokens_and_tells_what_the_rule_did() -> None:
 def test_no_flag_is_raised_for_arrays_that_nobody_checked() -> None:
     checked_inputs(array(), array(), GRID)
     assert flag_of(SimpleNamespace(data=SimpleNamespace(ptr=4096))) == 0
+
+
+def test_restore_takes_an_lse_too() -> None:
+    mask = BlockMask.from_dense([[1, 1], [1, 1]], (64, 64))
+    order = np.random.default_rng(0).permutation(128)
+    lse = np.arange(128, dtype=np.float32).reshape(1, 1, 128)
+    chosen = Selection(mask, TokenOrders(order))
+    assert (chosen.restore(lse[:, :, order]) == lse).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "fix"),
+    [((1, 64, 2, 16), r"q\.transpose\(0, 2, 1, 3\)"), ((2, 64, 16), r"q\[None\]")],
+)
+def test_other_layouts_are_told_what_to_do(shape: tuple[int, ...], fix: str) -> None:
+    x = np.zeros(shape, np.float32)
+    with pytest.raises(ValueError, match=fix):
+        checked_inputs(x, x, VideoGrid(1, 8, 8))
 
 
 def test_a_selection_draws_its_mask() -> None:

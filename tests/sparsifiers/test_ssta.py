@@ -116,7 +116,7 @@ class TestWrongInput:
 
     def test_window(self) -> None:
         with pytest.raises(
-            ValueError, match=r"`windows`: .*along frames .* below 1, or all 1, got"
+            ValueError, match=r"`window`: expected all 1 tiles along frames, .*got 3"
         ):
             ssta.select(*drawn(self.GRID), self.GRID)
 

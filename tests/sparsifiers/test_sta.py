@@ -126,10 +126,13 @@ class TestWrongInput:
     @pytest.mark.parametrize(
         ("window", "words"),
         [
-            ((7, 3, 3), r"along frames an odd number of tiles below 5, or all 5, got 7.*take 5"),
-            ((3, 4, 3), r"along rows an odd number of tiles below 6, or all 6, got 4.*take 3"),
-            ((3, 3, 0), r"along columns an odd number of tiles below 10, or all 10, got 0.*take 1"),
-            ((3, 3, -3), r"along columns .* got -3"),
+            ((7, 3, 3), r"1 or 3 or all 5 tiles along frames, .* got 7.*take \(5, 3, 3\)"),
+            ((3, 4, 3), r"1 or 3 or 5 or all 6 tiles along rows, .* got 4.*take \(3, 3, 3\)"),
+            (
+                (3, 3, 0),
+                r"odd number below 10 or all 10 tiles along columns, .* got 0.*take \(3, 3, 1\)",
+            ),
+            ((3, 3, -3), r"along columns, .* got -3"),
         ],
     )
     def test_windows_that_do_not_fit(self, window: Any, words: str) -> None:
