@@ -42,8 +42,9 @@ class KernelConfig:
         stages: K and V stages in shared memory.
         min_ctas: CTAs that fit on one multiprocessor together; bounds the registers.
         features: ``("bits",)`` when it reads token bits; ``("twins",)`` when pairs of CTAs share
-            the loads of equal lists; ``("gather",)`` when rows of a fragment may lie anywhere; for ``mask_state`` one of :data:`MASK_FORMATS`; for a kernel
-            over tokens one of :data:`ELEMENTS`, if it reads any; else empty.
+            the loads of equal lists; ``("gather",)`` when rows of a fragment may lie anywhere; for
+            ``mask_state`` one of :data:`MASK_FORMATS`; for a kernel over tokens one of
+            :data:`ELEMENTS`, if it reads any; else empty.
         why: the reason for this shape.
     """
 

@@ -105,6 +105,8 @@ def unmarked(stage: str) -> None:
 
 # Bits of a task's flags, ``TaskFlag`` in types.cuh; 1 is the direction of the steps.
 _TWIN = 2
+# Bit of a fragment's word, ``kGathered`` in types.cuh.
+_GATHERED = np.uint32(1 << 23)
 
 _MOST_STRUCTS = 64
 _MERGE_ARRAYS = ("merge_head", "merge_tile", "merge_offsets", "tile_q", "units")
@@ -144,10 +146,15 @@ def is_loaded(config: KernelConfig, device: int) -> bool:
 
 
 def packed_fragments(tiles: Tiles) -> NDArray[np.uint32]:
-    """(F, 2) uint32: first row; length in the top 8 bits and members in the low 24."""
+    """(F, 2) uint32: first row; length in the top 8 bits and members in the low 24.
+
+    Of a gathered fragment the index of its first row, and a bit beside the members.
+    """
     packed = np.empty((len(tiles.frag_start), 2), np.uint32)
     packed[:, 0] = tiles.frag_start.view(np.uint32)
     packed[:, 1] = (tiles.frag_len.astype(np.uint32) << np.uint32(24)) | tiles.frag_members
+    if tiles.frag_gathered is not None:
+        packed[:, 1] |= np.where(tiles.frag_gathered, _GATHERED, np.uint32(0))
     return packed
 
 
@@ -197,6 +204,7 @@ class DevicePlan:
         twins: whether some tasks are marked as twins, for the kernel that makes use of it.
         structs: params of its launches, for operands and arrays at some addresses; plans of the
             same sizes may share them.
+        rows: ``Tiles.rows``, or None.
     """
 
     task_count: int
@@ -220,6 +228,7 @@ class DevicePlan:
     need: Fetched | None = None
     twins: bool = False
     structs: dict[Any, tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=dict)
+    rows: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -281,6 +290,7 @@ def upload(tiles: Tiles, tasks: Tasks, *, bits: bool, twins: bool = False) -> De
         merge_tile=cupy.asarray(tasks.merge_tile),
         merge_offsets=cupy.asarray(tasks.merge_offsets),
         uses=Uses(stream),
+        rows=None if tiles.rows is None else cupy.asarray(tiles.rows),
         twins=bool(found.any()),
     )
     release_with(plan, plan.uses, [x for x in vars(plan).values() if hasattr(x, "nbytes")])
@@ -486,7 +496,8 @@ def _structs(
     lists = lse, _pointer(plan.tasks), _pointer(plan.fragments)
     bits = _pointer(plan.frag_bits), _pointer(plan.bits)
     if config.kernel == "attend_wgmma":
-        numbers = (*lists, units, workspace, sums, plan.task_count, counts, *bits)
+        rows = _pointer(plan.rows)
+        numbers = (*lists, units, workspace, sums, plan.task_count, counts, *bits, rows)
         params = _WGMMA_PATCH(packed.params, *numbers)
     else:
         params = _ATTEND_PATCH(packed.params, *lists, *bits, workspace, sums, counts)
@@ -618,6 +629,6 @@ _RUN = ("partial_o", "partial_ml")
 _ATTEND_PATCH = Patch(ATTEND_PARAMS, "lse", "tasks", "frags", "frag_bits", "bits", *_RUN, "counts")
 _WGMMA_PATCH = Patch(
     WGMMA_PARAMS,
-    *("lse", "tasks", "frags", "units", *_RUN, "task_count", "counts", "frag_bits", "bits"),
+    *("lse", "tasks", "frags", "units", *_RUN, "task_count", "counts", "frag_bits", "bits", "rows"),
 )
 _MERGE_PATCH = Patch(MERGE_PARAMS, "lse", *_MERGE_ARRAYS, *_RUN, "counts")
