@@ -22,6 +22,7 @@
 namespace tessera {
 
 inline constexpr int kClasses = 5;
+inline constexpr float kLog2E = 1.4426950408889634f;
 
 struct RouteHeadsParams {
   const void* o;     // (heads, kClasses, rows, head_dim), contiguous, on 16 bytes
@@ -56,7 +57,7 @@ __device__ __forceinline__ void route_heads(const RouteHeadsParams& p) {
   for (i64 i = threadIdx.x; i < all; i += 32 * kWarps) {
     const i64 row = i / in_row;
     u32 pairs[kClasses][4];
-    float weight[kClasses];
+    float lse_of[kClasses];
 #pragma unroll
     for (int c = 0; c < kClasses; ++c) {
       const uint4 vector = o[c * all + i];
@@ -64,33 +65,43 @@ __device__ __forceinline__ void route_heads(const RouteHeadsParams& p) {
       pairs[c][1] = vector.y;
       pairs[c][2] = vector.z;
       pairs[c][3] = vector.w;
-      weight[c] = lse[c * p.rows + row];
+      lse_of[c] = lse[c * p.rows + row];
     }
-    float top = weight[0];
+    // Each set of classes by its own largest LSE: keys far below those of all others count in
+    // theirs.
+    float of_all[kClasses];
+    float top = lse_of[0];
 #pragma unroll
-    for (int c = 1; c < kClasses; ++c) top = fmaxf(top, weight[c]);
-#pragma unroll
-    for (int c = 0; c < kClasses; ++c) {
-      weight[c] = exp2_approx((weight[c] - top) * 1.4426950408889634f);
-    }
+    for (int c = 1; c < kClasses; ++c) top = fmaxf(top, lse_of[c]);
     float all_weights = 0.0f;
 #pragma unroll
-    for (int c = 0; c < kClasses; ++c) all_weights += weight[c];
-    const float of_all = 1.0f / all_weights;
-    const float of_pattern[2] = {1.0f / (weight[0] + weight[1]), 1.0f / (weight[0] + weight[2])};
+    for (int c = 0; c < kClasses; ++c) {
+      of_all[c] = exp2_approx((lse_of[c] - top) * kLog2E);
+      all_weights += of_all[c];
+    }
+#pragma unroll
+    for (int c = 0; c < kClasses; ++c) of_all[c] /= all_weights;
+    float of_pattern[2][2];  // both patterns' keys, and those of one alone
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float high = fmaxf(lse_of[0], lse_of[1 + r]);
+      const float both = exp2_approx((lse_of[0] - high) * kLog2E);
+      const float alone = exp2_approx((lse_of[1 + r] - high) * kLog2E);
+      of_pattern[r][0] = both / (both + alone);
+      of_pattern[r][1] = alone / (both + alone);
+    }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      float part[kClasses];
+      float value[kClasses];
       float dense = 0.0f;
 #pragma unroll
       for (int c = 0; c < kClasses; ++c) {
-        part[c] = weight[c] * one_of<T>(pairs[c][j / 2], j & 1);
-        dense += part[c];
+        value[c] = one_of<T>(pairs[c][j / 2], j & 1);
+        dense += of_all[c] * value[c];
       }
-      dense *= of_all;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float off = (part[0] + part[1 + r]) * of_pattern[r] - dense;
+        const float off = of_pattern[r][0] * value[0] + of_pattern[r][1] * value[1 + r] - dense;
         error[r] += off * off;
       }
     }

@@ -51,26 +51,28 @@ class TokenOrders:
     orders: Any
     choice: Any = None
     _raster: bool = field(init=False, repr=False)
-    _orders: _Copies | _Given = field(init=False, repr=False)
-    _choice: _Copies | None = field(init=False, repr=False)
+    _orders: DeviceCopies | _Given = field(init=False, repr=False)
+    _choice: DeviceCopies | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         orders = _checked_orders(self.orders)
         object.__setattr__(self, "orders", orders)
         object.__setattr__(self, "_raster", bool((orders == np.arange(orders.shape[1])).all()))
-        object.__setattr__(self, "_orders", _Copies(orders))
+        object.__setattr__(self, "_orders", DeviceCopies(orders))
         self._choose(self.choice)
 
     def _choose(self, choice: Any) -> None:
         if choice is not None:
             choice = _checked_choice(choice, len(self.orders))
         object.__setattr__(self, "choice", choice)
-        copies = _Copies(choice) if isinstance(choice, np.ndarray) else None
+        copies = DeviceCopies(choice) if isinstance(choice, np.ndarray) else None
         object.__setattr__(self, "_choice", copies)
 
     @classmethod
     def raster(cls, tokens: int) -> TokenOrders:
         """The order that moves nothing: :meth:`permute` and :meth:`restore` return x itself."""
+        if tokens != int(tokens) or tokens < 0:
+            raise ValueError(wrong("tokens", "an int from 0", tokens, "pass the sequence's length"))
         return cls(np.arange(tokens, dtype=np.int32))
 
     @classmethod
@@ -83,11 +85,18 @@ class TokenOrders:
             heads: (batch, heads).
 
         Raises:
-            TypeError, ValueError: as the class, for integers of NumPy.
+            TypeError, ValueError: as the class, for integers of NumPy; another number of orders.
 
         >>> TokenOrders.of_heads([[0, 1], [1, 0]], (1, 2)).of(0, 1).tolist()
         [1, 0]
         """
+        count = heads[0] * heads[1]
+        orders = orders if hasattr(orders, "shape") else np.asarray(orders)
+        if not orders.shape or orders.shape[0] != count:
+            got = f"shape {tuple(orders.shape)}"
+            raise ValueError(
+                wrong("orders", f"{count} orders, one a head", got, "pass one for each")
+            )
         if _is_cupy(orders):
             made = object.__new__(cls)
             object.__setattr__(made, "orders", orders)
@@ -265,8 +274,12 @@ def move_chosen(
     _launch(moves, (*x.shape[:3], x.shape[3] * size), orders, inverse, device, only)
 
 
-class _Copies:
-    """Numbers of the host, copied to each GPU where they are needed."""
+class DeviceCopies:
+    """Numbers of the host, copied to each GPU where they are needed.
+
+    Whoever launches work that reads a copy records it in the ``uses``, or keeps this object while a
+    graph that captured it may be replayed.
+    """
 
     def __init__(self, values: NDArray[np.int32]) -> None:
         self._values = values
@@ -307,11 +320,11 @@ class _Given:
 
 
 @lru_cache(maxsize=64)
-def _each(batch: int, heads: int) -> tuple[NDArray[np.int32], _Copies]:
+def _each(batch: int, heads: int) -> tuple[NDArray[np.int32], DeviceCopies]:
     """The choice where each head has an order of its own, and its copies on GPUs."""
     choice = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads)
     choice.flags.writeable = False
-    return choice, _Copies(choice)
+    return choice, DeviceCopies(choice)
 
 
 def _is_cupy(orders: Any) -> bool:

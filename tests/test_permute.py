@@ -215,3 +215,13 @@ def test_an_out_in_memory_that_is_read_is_refused() -> None:
         permute_tokens((x, y), ORDERS, CHOICE, out=(out, out))
     with pytest.raises(ValueError, match="`out`: expected a tuple of 2 arrays"):
         permute_tokens((x, y), ORDERS, CHOICE, out=out)
+
+
+def test_each_head_has_one_order() -> None:
+    with pytest.raises(
+        ValueError, match="`orders`: expected 3 orders, one a head, got shape \\(2, 2\\)"
+    ):
+        TokenOrders.of_heads([[0, 1], [1, 0]], (1, 3))
+    for tokens in (2.5, -1):
+        with pytest.raises(ValueError, match="`tokens`: expected an int from 0"):
+            TokenOrders.raster(tokens)  # type: ignore[arg-type]

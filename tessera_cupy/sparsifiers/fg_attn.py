@@ -79,6 +79,8 @@ def select(
         raise ValueError(wrong("budget", "a budget or a threshold", got, "leave one out"))
     tokens = (grid.tokens, grid.tokens)
     always = slices.keep_text(grid, group)
+    if threshold is not None and math.isnan(threshold):
+        raise ValueError(wrong("threshold", "a number", threshold, "pass a score, or a budget"))
     if threshold is None:
         count = _budget(BUDGET if budget is None else budget, grid)
         kept = keep_top(_bounds(q, k, grid, group, xp), count, always=always)

@@ -178,13 +178,14 @@ def check_grid(grid: Any) -> None:
         )
 
 
-def checked_inputs(q: Any, k: Any, grid: VideoGrid) -> Any:
+def checked_inputs(q: Any, k: Any, grid: VideoGrid, *, watch: bool = True) -> Any:
     """Check what every rule takes, and give the array module of ``q`` and ``k``.
 
     Args:
         q: (batch, heads, tokens, d) queries in raster order, any float dtype, NumPy or CuPy.
         k: (batch, heads, tokens, d) keys, likewise.
         grid: the video grid that the tokens lie on; ``grid.tokens`` is ``tokens``.
+        watch: whether kernels shall flag NaN and infinities on a GPU.
 
     Returns:
         ``numpy`` or ``cupy``. Arrays on a GPU are read later, by the kernels of the rule;
@@ -237,12 +238,13 @@ def checked_inputs(q: Any, k: Any, grid: VideoGrid) -> Any:
     if xp is not np and q.device.id != k.device.id:
         got = f"device {k.device.id}"
         raise ValueError(wrong("k", f"q's device {q.device.id}", got, "move it there"))
-    _watch_inputs(q, k, xp)
+    _watched.watch = None
+    if watch or xp is np:
+        _watch_inputs(q, k, xp)
     return xp
 
 
 def _watch_inputs(q: Any, k: Any, xp: Any) -> None:
-    _watched.watch = None
     if xp is not np:
         with xp.cuda.Device(q.device.id):
             stream = xp.cuda.get_current_stream()

@@ -25,11 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tessera_cupy import gpus
 from tessera_cupy.attention import block_sparse_attention
 from tessera_cupy.errors import wrong
+from tessera_cupy.kernels.lifetime import keep_while
 from tessera_cupy.kernels.route import choose_routes
 from tessera_cupy.masks import BlockMask, interval_mask
-from tessera_cupy.permute import TokenOrders
+from tessera_cupy.permute import DeviceCopies, TokenOrders
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
 from tessera_cupy.video import VideoGrid
 
@@ -71,8 +73,7 @@ def windows(grid: VideoGrid, keep: float = 0.3) -> Windows:
     >>> windows(VideoGrid(21, 45, 80), 0.3)
     Windows(frames=2, places=513)
     """
-    if not 0 < keep <= 1:
-        raise ValueError(wrong("keep", "a fraction above 0, up to 1", keep, "pass 0.3 for 30%"))
+    _check_fraction("keep", keep, "pass 0.3 for 30%")
     most = keep * grid.tokens**2
     frames = _widest(grid.t, lambda reach: spatial_pairs(grid, reach) <= most)
     places = _widest(grid.frame_tokens, lambda reach: temporal_pairs(grid, reach) <= most)
@@ -203,10 +204,9 @@ def samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samp
     Raises:
         ValueError: ``fraction`` is not above 0 and up to 1, or a window beyond the grid.
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(
-            wrong("sample", "a fraction above 0, up to 1", fraction, "pass 0.01 for 1%")
-        )
+    _check_fraction("sample", fraction, "pass 0.01 for 1%")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise ValueError(wrong("seed", "an int from 0", repr(seed), "pass 0, or another number"))
     _check_reach("frames", reach.frames, grid.t)
     _check_reach("places", reach.places, grid.frame_tokens)
     runs = grid.video_tokens // RUN
@@ -216,7 +216,9 @@ def samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samp
         first = np.sort(np.random.default_rng(seed).choice(runs, drawn, replace=False))
         token = (first[:, None] * RUN + np.arange(RUN)).ravel()
     mask = interval_mask(*_classes(grid, token, reach), BLOCK, grid.tokens)
-    return Samples((grid.video_start + token).astype(np.int32), mask)
+    tokens = (grid.video_start + token).astype(np.int32)
+    tokens.setflags(write=False)
+    return Samples(tokens, mask)
 
 
 def _classes(grid: VideoGrid, token: _Int, reach: Windows) -> tuple[_Int, _Int]:
@@ -286,38 +288,99 @@ def route(
     Raises:
         TypeError, ValueError: as :func:`select`.
     """
-    xp = checked_inputs(q, k, grid)
-    _check_values(q, v)
-    drawn = samples(grid, reach or windows(grid, keep), sample, seed)
-    routes = [_route_one(q[b], k[b], v[b], drawn, sm_scale) for b in range(len(q))]
-    return xp.stack(routes)
-
-
-def _route_one(q: Any, k: Any, v: Any, drawn: Samples, sm_scale: float | None) -> Any:
-    """The routes of a batch entry, (heads, tokens, d) arrays."""
-    heads, classes = len(q), drawn.mask.heads
-    on_host = isinstance(q, np.ndarray)
-    rows = np.tile(drawn.tokens, classes)
-    if on_host:
-        taken = q[:, rows]
-    else:  # as bits, which CuPy can gather of every dtype
-        taken = q.view(np.uint16)[:, _on_gpu(rows.tobytes(), q.device.id)].view(q.dtype)
-    taken = taken.reshape(heads, classes, len(drawn.tokens), q.shape[2])
-    o, lse = block_sparse_attention(
-        taken, k[:, None], v[:, None], drawn.mask, sm_scale=sm_scale, return_lse=True
+    kept: list[Any] = []
+    xp = checked_inputs(q, k, grid, watch=False)
+    routes = route_checked(
+        q, k, v, grid, reach or windows(grid, keep), sample, seed, sm_scale, kept
     )
-    if not on_host:
-        from tessera_cupy import gpus
+    if xp is not np and xp.cuda.get_current_stream().is_capturing():
+        keep_while(routes, kept)
+    return routes
 
-        return choose_routes(o, lse, gpus.arch_of(q.device.id).name)[0]
-    weight = np.exp(lse - lse.max(axis=1, keepdims=True))[..., None]
-    part = weight * o.astype(np.float32)
-    dense = part.sum(axis=1) / weight.sum(axis=1)
-    errors = []
-    for alone in (1, 2):
-        pattern = (part[:, 0] + part[:, alone]) / (weight[:, 0] + weight[:, alone])
-        errors.append(((pattern - dense) ** 2).sum(axis=(1, 2)))
-    return (errors[TEMPORAL] < errors[SPATIAL]).astype(np.int32)
+
+def route_checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    grid: VideoGrid,
+    reach: Windows,
+    sample: float,
+    seed: int,
+    sm_scale: float | None,
+    kept: list[Any],
+) -> Any:
+    """:func:`route` of inputs that were checked.
+
+    What must live while a graph that captured the call may be replayed is put into ``kept``.
+    """
+    _check_values(q, v)
+    drawn = samples(grid, reach, sample, seed)
+    kept.append(drawn)
+    entries = [_Entry(q[b], k[b], v[b], drawn, sm_scale) for b in range(len(q))]
+    if isinstance(q, np.ndarray):
+        return np.stack([_route_on_host(entry) for entry in entries])
+    import cupy
+
+    routes = cupy.stack([_route_on_gpu(entry, kept) for entry in entries])
+    kept.append(routes)
+    return routes
+
+
+class _Entry(NamedTuple):
+    """A batch entry: (heads, tokens, d) arrays, and how it is routed."""
+
+    q: Any
+    k: Any
+    v: Any
+    drawn: Samples
+    sm_scale: float | None
+
+    def attend(self, taken: Any) -> tuple[Any, Any]:
+        """O and LSE of the drawn rows, (heads, classes, rows, ..), from their queries."""
+        heads, _, d = self.q.shape
+        mask = self.drawn.mask
+        taken = taken.reshape(heads, mask.heads, len(self.drawn.tokens), d)
+        k, v = self.k[:, None], self.v[:, None]
+        o, lse = block_sparse_attention(taken, k, v, mask, sm_scale=self.sm_scale, return_lse=True)
+        return o, lse
+
+    def rows(self) -> NDArray[np.int32]:
+        """The drawn tokens, once for each class."""
+        return np.tile(self.drawn.tokens, self.drawn.mask.heads)
+
+
+def _route_on_host(entry: _Entry) -> NDArray[np.int32]:
+    o, lse = entry.attend(entry.q[:, entry.rows()])
+    values = o.astype(np.float32)
+
+    def of(classes: list[int]) -> NDArray[np.float32]:
+        # By their own largest LSE: keys far below those of all others count in theirs.
+        among = lse[:, classes]
+        weight = np.exp(among - among.max(axis=1, keepdims=True))[..., None]
+        mean: NDArray[np.float32] = (weight * values[:, classes]).sum(axis=1) / weight.sum(axis=1)
+        return mean
+
+    dense = of([0, 1, 2, 3, 4])
+    errors = [((of([0, alone]) - dense) ** 2).sum(axis=(1, 2)) for alone in (1, 2)]
+    closer: NDArray[np.int32] = (errors[TEMPORAL] < errors[SPATIAL]).astype(np.int32)
+    return closer
+
+
+def _route_on_gpu(entry: _Entry, kept: list[Any]) -> Any:
+    import cupy
+
+    device = entry.q.device.id
+    copies = _copies(entry.rows().tobytes())
+    rows, uses = copies.here()
+    # As bits, which CuPy can gather of every dtype.
+    taken = entry.q.view(np.uint16)[:, rows].view(entry.q.dtype)
+    stream = cupy.cuda.get_current_stream()
+    if not stream.is_capturing():
+        uses.record(stream)
+    o, lse = entry.attend(taken)
+    route, errors = choose_routes(o, lse, gpus.arch_of(device).name)
+    kept += [copies, taken, o, lse, route, errors]
+    return route
 
 
 def select(
@@ -416,6 +479,12 @@ def _with_text(grid: VideoGrid, token: _Int, begin: _Int, end: _Int) -> tuple[_I
     return begin, end
 
 
+def _check_fraction(name: str, value: Any, fix: str) -> None:
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not (number and 0 < value <= 1):
+        raise ValueError(wrong(name, "a fraction above 0, up to 1", repr(value), fix))
+
+
 def _check_reach(name: str, reach: int, count: int) -> None:
     if not 0 <= reach < count:
         raise ValueError(
@@ -425,18 +494,13 @@ def _check_reach(name: str, reach: int, count: int) -> None:
 
 def _check_values(q: Any, v: Any) -> None:
     if type(v) is not type(q) or v.shape != q.shape or v.dtype != q.dtype:
-        got = f"{type(v).__name__}, shape {getattr(v, 'shape', None)}"
+        got = f"{type(v).__name__} of {getattr(v, 'dtype', None)}, {getattr(v, 'shape', None)}"
         raise ValueError(
-            wrong("v", f"an array like q, shape {q.shape}", got, "repeat grouped heads first")
+            wrong("v", f"an array like q, {q.dtype}, {q.shape}", got, "repeat grouped heads first")
         )
 
 
 @lru_cache(maxsize=16)
-def _on_gpu(indices: bytes, device: int) -> Any:
-    """A copy to keep of int32 indices; waited for, as later calls may come on other streams."""
-    import cupy
-
-    with cupy.cuda.Device(device):
-        copy = cupy.asarray(np.frombuffer(indices, np.int32))
-        cupy.cuda.get_current_stream().synchronize()
-    return copy
+def _copies(indices: bytes) -> DeviceCopies:
+    """Copies on GPUs of int32 indices."""
+    return DeviceCopies(np.frombuffer(indices, np.int32))

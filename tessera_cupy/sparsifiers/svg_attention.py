@@ -17,6 +17,7 @@ import numpy as np
 from tessera_cupy import gpus, interop
 from tessera_cupy.attention import block_sparse_attention
 from tessera_cupy.errors import wrong
+from tessera_cupy.kernels.lifetime import keep_while
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.permute import move_chosen
 from tessera_cupy.routed import RoutedPlan
@@ -68,7 +69,8 @@ def svg_attention(
         stream: stream to run on; None means the current one of q's framework.
 
     Returns:
-        An array like q. On a GPU temporal heads need room for q, k and v once more.
+        An array like q. On a GPU temporal heads need room for q, k and v once more. Keep it while
+        a graph that captured the call may be replayed: what the graph uses lives as long.
 
     Raises:
         TypeError: arrays of other kinds or dtypes, or a grid that is none.
@@ -84,8 +86,11 @@ def svg_attention(
         (1, 2, 480, 16)
     """
     check_grid(grid)
-    if step is not None and step < 0:
-        raise ValueError(wrong("step", "a number from 0", step, "count the denoising steps"))
+    for name, number in (("step", step), ("warm_up_steps", warm_up_steps)):
+        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if number is not None and not (whole and number >= 0):
+            fix = "count the denoising steps"
+            raise ValueError(wrong(name, "an int from 0", repr(number), fix))
     if step is not None and step < warm_up_steps:
         dense = _dense(grid.tokens)
         return block_sparse_attention(q, k, v, dense, sm_scale=sm_scale, stream=stream)
@@ -100,9 +105,12 @@ def svg_attention(
     cupy = interop.import_cupy()
     with interop.on_stream(stream, (q, k, v), device):
         inputs = _Inputs(*(_of_cupy(x, cupy) for x in (q, k, v)))
-        checked_inputs(inputs.q, inputs.k, grid)
+        checked_inputs(inputs.q, inputs.k, grid, watch=False)
         out = interop.empty(q, tuple(q.shape), interop.dtype_name(q))
-        _on_gpu(inputs, _of_cupy(out, cupy), rule, routes)
+        kept: list[Any] = []
+        _on_gpu(inputs, _of_cupy(out, cupy), rule, routes, kept)
+        if cupy.cuda.get_current_stream().is_capturing():
+            keep_while(out, kept)
         return interop.returned(out, q)
 
 
@@ -124,14 +132,9 @@ class _Rule(NamedTuple):
     in_place: bool
     sm_scale: float | None
 
-    def route(self, inputs: _Inputs) -> Any:
-        return svg.route(
-            *inputs,
-            self.grid,
-            reach=self.reach,
-            sample=self.sample,
-            seed=self.seed,
-            sm_scale=self.sm_scale,
+    def route(self, inputs: _Inputs, kept: list[Any]) -> Any:
+        return svg.route_checked(
+            *inputs, self.grid, self.reach, self.sample, self.seed, self.sm_scale, kept
         )
 
 
@@ -142,7 +145,7 @@ def _of_cupy(array: Any, cupy: Any) -> Any:
 def _on_host(inputs: _Inputs, rule: _Rule, routes: Any) -> Any:
     """The same by a mask of all heads and the NumPy executor."""
     checked_inputs(inputs.q, inputs.k, rule.grid)
-    routes = rule.route(inputs) if routes is None else np.asarray(routes)
+    routes = rule.route(inputs, []) if routes is None else np.asarray(routes)
     _check_routes(routes, inputs.q, "NumPy")
     if not np.isin(routes, (svg.SPATIAL, svg.TEMPORAL)).all():
         got = np.unique(routes).tolist()
@@ -152,18 +155,19 @@ def _on_host(inputs: _Inputs, rule: _Rule, routes: Any) -> Any:
     return chosen.restore(block_sparse_attention(q, k, v, chosen.mask, sm_scale=rule.sm_scale))
 
 
-def _on_gpu(inputs: _Inputs, out: Any, rule: _Rule, routes: Any) -> None:
-    """Write ``out``, on the current stream."""
+def _on_gpu(inputs: _Inputs, out: Any, rule: _Rule, routes: Any, kept: list[Any]) -> None:
+    """Write ``out``, on the current stream; ``kept`` takes what a replay uses again."""
     import cupy
 
     if routes is None:
-        routes = rule.route(inputs)
+        routes = rule.route(inputs, kept)
     else:
         routes = _of_cupy(routes, cupy)
         _check_routes(routes, inputs.q, "CuPy")
         # The host does not look at them; every head must be on one route.
         routes = (routes == svg.TEMPORAL).astype(np.int32)
     spatial, temporal = _plans(rule, inputs)
+    kept += [routes, spatial, temporal]
     if rule.in_place:
         for taken, plan in ((svg.SPATIAL, spatial), (svg.TEMPORAL, temporal)):
             plan.run(*inputs, out, chosen=routes, taken=taken, sm_scale=rule.sm_scale)
@@ -171,6 +175,7 @@ def _on_gpu(inputs: _Inputs, out: Any, rule: _Rule, routes: Any) -> None:
     chosen = svg.orders(rule.grid).choosing(routes)
     # Only temporal heads of these are ever written or read; q's place then takes their output.
     moved = _Inputs(*(cupy.empty(x.shape, x.dtype) for x in inputs))
+    kept += [chosen, moved]
     scale = rule.sm_scale
     move_chosen(inputs, moved, chosen, only=svg.TEMPORAL)
     spatial.run(*inputs, out, chosen=routes, taken=svg.SPATIAL, sm_scale=scale)

@@ -42,14 +42,16 @@ def test_the_closer_pattern_is_taken(gpu: EmulatedGpu, dtype: Any, sizes: tuple[
         lse[head, 1 + (head + 1) % 2] += 9
     lse[:, 0, ::3] = -np.inf  # keys of no row's both patterns, and of some rows' neither
     lse[:, 3, ::2] = -np.inf
+    lse[:, 1, 1::4] -= 700  # one pattern alone lies far below all other keys
     route, errors = choose_routes(gpu.array(o), gpu.array(lse), "sm_90a")
-    parts = np.exp(lse.astype(np.float64))[..., None] * o.astype(np.float64)
-    weight = np.exp(lse.astype(np.float64))[..., None]
-    dense = parts.sum(axis=1) / weight.sum(axis=1)
-    expected = [
-        (((parts[:, 0] + parts[:, c]) / (weight[:, 0] + weight[:, c]) - dense) ** 2).sum((1, 2))
-        for c in (1, 2)
-    ]
+
+    def of(classes: list[int]) -> Any:
+        among = lse[:, classes].astype(np.float64)
+        weight = np.exp(among - among.max(axis=1, keepdims=True))[..., None]
+        return (weight * o[:, classes].astype(np.float64)).sum(axis=1) / weight.sum(axis=1)
+
+    dense = of([0, 1, 2, 3, 4])
+    expected = [((of([0, c]) - dense) ** 2).sum((1, 2)) for c in (1, 2)]
     np.testing.assert_allclose(errors.get(), np.stack(expected, axis=1), rtol=1e-3)
     assert route.get().tolist() == [(head + 1) % 2 for head in range(heads)]
 

@@ -98,6 +98,44 @@ def test_a_capture_routes_anew() -> None:
             check_rows(grid, cupy.asnumpy(out), host, routes, svg.windows(grid, 0.3))
 
 
+def test_a_graph_s_memory_is_its_own_until_the_result_ends() -> None:
+    """Between capture and replay others take what memory there is, and the caches forget."""
+    grid = VideoGrid(5, 8, 16)
+    host = inputs(grid, 4, np.float16)
+    arrays = [cupy.asarray(x) for x in host]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        expected = cupy.asnumpy(svg_attention(*arrays, grid))
+        stream.begin_capture()
+        out = svg_attention(*arrays, grid)
+        graph = stream.end_capture()
+        for seed in range(1, 12):
+            svg_attention(*arrays, grid, seed=seed, keep=0.2 + seed / 20)
+        for cached in (svg.samples, svg.orders, svg._copies):
+            cached.cache_clear()
+        others = [cupy.full(n, np.nan, np.float32) for n in (100, 5_000, 50_000, 200_000) * 20]
+        out.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+        assert (cupy.asnumpy(out).view(np.uint16) == expected.view(np.uint16)).all()
+        assert all(bool(cupy.isnan(x).all()) for x in others)
+
+
+def test_a_first_call_within_a_capture_is_refused() -> None:
+    grid = VideoGrid(3, 8, 18)
+    arrays = [cupy.asarray(x) for x in inputs(grid, 2, np.float16)]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(
+                ValueError, match="`stream`: expected a stream that is not capturing"
+            ):
+                svg_attention(*arrays, grid)
+        finally:
+            stream.end_capture()
+
+
 def test_torch_tensors_and_other_strides() -> None:
     torch = pytest.importorskip("torch")
     grid = VideoGrid(5, 8, 16)

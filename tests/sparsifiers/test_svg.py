@@ -181,6 +181,26 @@ def test_the_call_is_attention_under_each_head_s_mask(grid: VideoGrid) -> None:
     assert chosen.mask.active_pairs() == sum(pairs[r] for r in routes[0])
 
 
+def test_logits_that_lie_far_apart_still_have_a_route() -> None:
+    """Each query matches the key of its place two frames on, by hundreds in logits."""
+    grid = VideoGrid(6, 5, 8)
+    rng = np.random.default_rng(2)
+    frame, place = np.divmod(np.arange(grid.tokens), grid.frame_tokens)
+    of = rng.standard_normal((grid.t + 2, grid.frame_tokens, 64)).astype(np.float32)
+    of /= np.linalg.norm(of, axis=2, keepdims=True)
+    q = 4000 * of[frame + 2, place][None, None]
+    k = of[frame, place][None, None]
+    v = rng.standard_normal(k.shape).astype(np.float32)
+    routes = svg.route(q, k, v, grid, reach=svg.Windows(1, 6), sample=1.0)
+    assert routes.tolist() == [[svg.TEMPORAL]]
+
+
+def test_what_is_drawn_cannot_be_written() -> None:
+    drawn = svg.samples(GRIDS[0], svg.Windows(0, 1), 1.0, 0)
+    with pytest.raises(ValueError, match="read-only"):
+        drawn.tokens[:] = 0
+
+
 def test_the_first_steps_are_dense() -> None:
     grid = GRIDS[0]
     q, k, v = of_two_kinds(grid)
@@ -202,7 +222,11 @@ def test_bad_input() -> None:
     wrong: list[tuple[str, Any]] = [
         ("`keep`: expected a fraction above 0", lambda: svg_attention(q, k, v, grid, keep=0)),
         ("`sample`: expected a fraction", lambda: svg_attention(q, k, v, grid, sample=2.0)),
-        ("`step`: expected a number from 0", lambda: svg_attention(q, k, v, grid, step=-1)),
+        ("`step`: expected an int from 0", lambda: svg_attention(q, k, v, grid, step=-1)),
+        ("`step`: expected an int from 0", lambda: svg_attention(q, k, v, grid, step=1.5)),
+        ("`warm_up_steps`: expected", lambda: svg_attention(q, k, v, grid, warm_up_steps=-5)),
+        ("`seed`: expected an int from 0", lambda: svg_attention(q, k, v, grid, seed=None)),
+        ("`keep`: expected a fraction", lambda: svg_attention(q, k, v, grid, keep="0.3")),
         ("`q`: expected shape", lambda: svg_attention(q, k, v, VideoGrid(5, 6, 8))),
         ("`v`: expected an array like q", lambda: svg_attention(q, k, v[:, :1], grid)),
         ("`k`: expected finite numbers", lambda: svg_attention(q, k * np.nan, v, grid)),
