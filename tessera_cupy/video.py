@@ -11,6 +11,7 @@ in the same sequence, before or behind the video's; no order moves those.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,6 +88,8 @@ class VideoGrid:
             if value < least:
                 fix = "give each axis at least one token" if least else "pass 0 for no text"
                 raise ValueError(wrong(name, expected, value, fix))
+            # NumPy's would count in their own width.
+            object.__setattr__(self, name, int(value))
         if not isinstance(self.text_first, bool | np.bool_):
             raise TypeError(
                 wrong(
@@ -162,6 +165,7 @@ class VideoGrid:
         >>> blocks.sizes.tolist(), blocks.across, blocks.text
         ([4, 4, 2, 4, 2], (1, 1, 3), slice(3, 5, None))
         """
+        tile = _checked_tile(tile)
         of_token = self._tile_of_tokens(tile)
         across = self._tiles_across(tile)
         video = np.bincount(of_token, minlength=math.prod(across))
@@ -265,12 +269,7 @@ class VideoGrid:
 
     def _tile_of_tokens(self, tile: tuple[int, int, int]) -> NDArray[np.int64]:
         """(video_tokens,) the number of each token's tile, in raster order."""
-        if any(isinstance(n, bool) or not isinstance(n, int | np.integer) for n in tile):
-            raise TypeError(wrong("tile", "three ints", tuple(tile), "pass (t, h, w)"))
-        if len(tile) != 3 or min(tile) < 1:
-            raise ValueError(
-                wrong("tile", "three extents of at least 1", tuple(tile), "pass (t, h, w)")
-            )
+        tile = _checked_tile(tile)
         extents = (self.t, self.h, self.w)
         at = [np.arange(n) // size for n, size in zip(extents, tile, strict=True)]
         _, rows, columns = self._tiles_across(tile)
@@ -286,6 +285,25 @@ class VideoGrid:
         order = np.arange(self.tokens)
         order[self.video_start : self.video_start + self.video_tokens] = self.video_start + video
         return order
+
+
+def _checked_tile(tile: Any) -> TileSize:
+    """Three positive extents as Python's ints.
+
+    Raises:
+        TypeError: they are no ints.
+        ValueError: there are not three, or one is not positive.
+    """
+    fix = "pass (t, h, w)"
+    try:
+        if any(isinstance(n, bool) for n in tile):
+            raise TypeError
+        extents = [operator.index(n) for n in tile]
+    except TypeError:
+        raise TypeError(wrong("tile", "three ints", repr(tile), fix)) from None
+    if len(extents) != 3 or min(extents) < 1:
+        raise ValueError(wrong("tile", "three extents of at least 1", tuple(extents), fix))
+    return TileSize(*extents)
 
 
 #: Tokens of a 3-D tile that published rules use.
@@ -416,6 +434,7 @@ def inverse(order: NDArray[np.int64]) -> NDArray[np.int64]:
     >>> inverse(np.array([2, 0, 1])).tolist()
     [1, 2, 0]
     """
+    order = np.asarray(order)
     undone = np.empty(order.shape, dtype=np.int64)
     places = np.broadcast_to(np.arange(order.shape[-1]), order.shape)
     np.put_along_axis(undone, order, places, axis=-1)

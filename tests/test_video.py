@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -335,3 +336,20 @@ def test_an_axis_that_is_no_int_is_refused(bad: object) -> None:
 def test_a_tile_without_three_extents_is_refused(tile: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="`tile`: expected three extents"):
         VideoGrid(4, 4, 4).tile_order(tile)  # type: ignore[arg-type]
+
+
+def test_numpy_s_integers_count_like_python_s() -> None:
+    grid = VideoGrid(*np.array([21, 45, 80], np.int16), text_tokens=np.uint8(200))
+    assert grid == VideoGrid(21, 45, 80, 200)
+    assert type(grid.t) is int
+    assert grid.tokens == 75_800
+    tile = tuple(np.uint8(n) for n in (4, 4, 4))
+    for extents in (tile, np.array([4, 4, 4])):
+        blocks = grid.tile_blocks(extents)
+        assert blocks.sizes.tolist() == grid.tile_blocks((4, 4, 4)).sizes.tolist()
+
+
+@pytest.mark.parametrize("tile", [8, None, (4, 4.0, 4), (True, 4, 4)])
+def test_tiles_that_are_none(tile: Any) -> None:
+    with pytest.raises(TypeError, match="`tile`: expected three ints"):
+        VideoGrid(4, 4, 4).tile_order(tile)

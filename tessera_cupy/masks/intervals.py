@@ -7,6 +7,7 @@ that an interval's end crosses do.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks.block_mask import BlockMask
+from tessera_cupy.masks.geometry import check_blocks, pair
 
 _Int = NDArray[np.int64]
 # Query rows times key blocks that are worked on at a time.
@@ -47,9 +49,10 @@ def interval_mask(
         >>> band.active_pairs()
         16
     """
+    bq, bkv = block_size = pair(block_size, "block_size")
+    check_blocks(block_size, "choose such a block")
     first, last = _checked(start, end, keys)
     heads, queries, _ = first.shape
-    bq, bkv = block_size
     nq, nk = -(-queries // bq), -(-keys // bkv)
     sizes = np.minimum(np.full(nk, bkv), keys - bkv * np.arange(nk))
     counts: list[_Int] = []
@@ -86,9 +89,19 @@ def interval_mask(
 
 def _checked(start: ArrayLike, end: ArrayLike, keys: int) -> tuple[_Int, _Int]:
     """Disjoint ascending intervals, (heads, queries, n) each."""
+    try:
+        keys = operator.index(keys)
+    except TypeError:
+        raise TypeError(wrong("keys", "an int", repr(keys), "pass the number of keys")) from None
+    if keys < 1:
+        raise ValueError(wrong("keys", "at least 1", keys, "pass the number of keys"))
     ends = []
     for name, given in (("start", start), ("end", end)):
-        array = np.asarray(given)
+        try:
+            array = np.asarray(given)
+        except ValueError:
+            got = "lists of different lengths"
+            raise ValueError(wrong(name, "one array", got, "pad them with empty ones")) from None
         if not np.issubdtype(array.dtype, np.integer):
             raise TypeError(wrong(name, "integers", array.dtype, "pass indices of keys"))
         if array.ndim not in (2, 3) or 0 in array.shape:
@@ -106,8 +119,6 @@ def _checked(start: ArrayLike, end: ArrayLike, keys: int) -> tuple[_Int, _Int]:
         raise ValueError(
             wrong("end", f"start's shape {first.shape}", last.shape, "end each interval once")
         )
-    if keys < 1:
-        raise ValueError(wrong("keys", "at least 1", keys, "pass the number of keys"))
     first, last = (x[None] if x.ndim == 2 else x for x in (first, last))
     order = np.argsort(first, axis=-1, kind="stable")
     first, last = (np.take_along_axis(x, order, axis=-1) for x in (first, last))

@@ -53,5 +53,12 @@ def test_bad_input() -> None:
         interval_mask(one, one[:3], (64, 64), 8)
     with pytest.raises(ValueError, match=r"`start`: expected shape .*, got shape \(4, 0\)"):
         interval_mask(one[:, :0], one, (64, 64), 8)
+    for block in ((0, 16), (16, 0), (-16, 16), (16, 20)):
+        with pytest.raises(ValueError, match="`block_size`"):
+            interval_mask(one, one + 1, block, 8)
+    with pytest.raises(TypeError, match="`block_size`: expected two integers"):
+        interval_mask(one, one + 1, 16, 8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`keys`: expected an int"):
+        interval_mask(one, one + 1, (16, 16), 8.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`keys`: expected at least 1, got 0"):
         interval_mask(one, one + 1, (64, 64), 0)
