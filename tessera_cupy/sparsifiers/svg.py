@@ -19,6 +19,7 @@ Source: Sparse VideoGen (arXiv 2502.01776), with windows for its published kept 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from tessera_cupy import gpus
 from tessera_cupy.attention import block_sparse_attention
 from tessera_cupy.errors import wrong
-from tessera_cupy.kernels.lifetime import keep_while
+from tessera_cupy.kernels.lifetime import keep_while, pool_may_grow
 from tessera_cupy.kernels.route import choose_routes
 from tessera_cupy.masks import BlockMask, interval_mask
 from tessera_cupy.permute import DeviceCopies, TokenOrders
@@ -322,7 +323,6 @@ def route_checked(
     import cupy
 
     routes = cupy.stack([_route_on_gpu(entry, kept) for entry in entries])
-    kept.append(routes)
     return routes
 
 

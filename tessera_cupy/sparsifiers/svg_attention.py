@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from tessera_cupy import gpus, interop
 from tessera_cupy.attention import block_sparse_attention
 from tessera_cupy.errors import wrong
-from tessera_cupy.kernels.lifetime import keep_while
+from tessera_cupy.kernels.lifetime import keep_while, pool_may_grow
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.permute import move_chosen
 from tessera_cupy.routed import RoutedPlan
@@ -106,10 +107,12 @@ def svg_attention(
     with interop.on_stream(stream, (q, k, v), device):
         inputs = _Inputs(*(_of_cupy(x, cupy) for x in (q, k, v)))
         checked_inputs(inputs.q, inputs.k, grid, watch=False)
-        out = interop.empty(q, tuple(q.shape), interop.dtype_name(q))
+        capturing = cupy.cuda.get_current_stream().is_capturing()
         kept: list[Any] = []
-        _on_gpu(inputs, _of_cupy(out, cupy), rule, routes, kept)
-        if cupy.cuda.get_current_stream().is_capturing():
+        with pool_may_grow() if capturing else nullcontext():
+            out = interop.empty(q, tuple(q.shape), interop.dtype_name(q))
+            _on_gpu(inputs, _of_cupy(out, cupy), rule, routes, kept)
+        if capturing:
             keep_while(out, kept)
         return interop.returned(out, q)
 
