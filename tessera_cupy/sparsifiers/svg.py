@@ -291,10 +291,11 @@ def route(
     """
     kept: list[Any] = []
     xp = checked_inputs(q, k, grid, watch=False)
-    routes = route_checked(
-        q, k, v, grid, reach or windows(grid, keep), sample, seed, sm_scale, kept
-    )
-    if xp is not np and xp.cuda.get_current_stream().is_capturing():
+    capturing = xp is not np and xp.cuda.get_current_stream().is_capturing()
+    reach = reach or windows(grid, keep)
+    with pool_may_grow() if capturing else nullcontext():
+        routes = route_checked(q, k, v, grid, reach, sample, seed, sm_scale, kept)
+    if capturing:
         keep_while(routes, kept)
     return routes
 
