@@ -29,6 +29,7 @@ def add_to(commands: Commands) -> None:
     _add_families(kinds)
     _add_request(kinds)
     _add_rules(kinds)
+    _add_slices(kinds)
 
 
 def _add_attention(kinds: Commands) -> None:
@@ -157,6 +158,32 @@ def _add_rules(kinds: Commands) -> None:
     rules.set_defaults(run=_rules)
 
 
+def _add_slices(kinds: Commands) -> None:
+    slices = kinds.add_parser(
+        "slices",
+        help="single keys for groups of query rows, beside blocks and torch's attention",
+        description="Random slices beside random blocks of the same density and dense attention; "
+        "then, with q and k from real video frames, slices beside blocks that keep the same "
+        "attention mass, on a smaller grid. Each output is checked against float64 on sampled "
+        "rows; a wrong one ends the command with status 1.",
+    )
+    slices.add_argument("--tokens", type=int, default=57600)
+    slices.add_argument("--heads", type=int, default=8)
+    slices.add_argument("--head-dim", type=int, default=128)
+    slices.add_argument(
+        "--density", type=float, default=0.1, help="of the random masks (default: 0.1)"
+    )
+    slices.add_argument("--clip", choices=CLIPS, default=CLIPS[0], help=f"default: {CLIPS[0]}")
+    slices.add_argument(
+        "--as-blocks",
+        action="store_true",
+        help="also the random slices as blocks of 16 keys with token bits, which the host plans "
+        "for half a minute more, in 5 GB",
+    )
+    add_json(slices)
+    slices.set_defaults(run=_slices)
+
+
 def _attention(args: argparse.Namespace, output: Output) -> int:
     from tessera_cupy.bench.attention import BACKENDS, CASES, run
 
@@ -222,6 +249,22 @@ def _rules(args: argparse.Namespace, output: Output) -> int:
 
     report = run_rules(rules=args.rule, heads=args.heads, clip=args.clip, console=output.console)
     return _show(report, rules_table, output)
+
+
+def _slices(args: argparse.Namespace, output: Output) -> int:
+    from tessera_cupy.bench.slices_run import run_slices
+    from tessera_cupy.bench.slices_table import slices_table
+
+    report = run_slices(
+        tokens=args.tokens,
+        heads=args.heads,
+        head_dim=args.head_dim,
+        density=args.density,
+        clip=args.clip,
+        as_blocks=args.as_blocks,
+        console=output.console,
+    )
+    return _show(report, slices_table, output)
 
 
 def _corpus(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""Times of slices and blocks on one GPU, in turns, each output compared with float64 before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tessera_cupy import interop
+from tessera_cupy.attention import make_plan
+from tessera_cupy.bench import gpu
+from tessera_cupy.bench.check import expect
+from tessera_cupy.bench.slices_cases import Case
+from tessera_cupy.bench.slices_mass import kept_of
+from tessera_cupy.errors import PlanNotEligibleError
+from tessera_cupy.masks import KeySlices
+
+#: The name of torch's dense attention among the contestants.
+DENSE = "cudnn"
+
+_ROWS = 32
+_WARM_UP, _RUNS = 2, 7
+_BFLOAT16_NAN = 0x7FC0
+
+
+def measure(
+    cases: Sequence[Case], clip: str, on_case: Callable[[], None]
+) -> tuple[list[dict[str, Any]], dict[str, float] | None]:
+    """Check each case's output, then time all of them in turns, and dense attention.
+
+    Args:
+        cases: masks over q, k and v of one size.
+        clip: where q, k and v are from, for the report.
+        on_case: called after each check, and after each run of a contestant.
+
+    Returns:
+        JSON-able: for each case its mask's figures, the plan, milliseconds and TFLOP/s of active
+        pairs, and the check, or the ``reason`` why no plan serves it; milliseconds and TFLOP/s of
+        dense attention, None without torch.
+    """
+    figures, calls = [], {}
+    for case in cases:
+        figure, call = _checked(case)
+        figures.append({"rule": case.name, "clip": clip, **case.facts, **figure})
+        if call is not None:
+            calls[case.name] = call
+        on_case()
+    if gpu.has_torch():
+        calls[DENSE] = gpu.dense_call(*cases[0].given.arrays, "CUDNN_ATTENTION")
+    ms = gpu.medians_ms(calls, lambda: None, warm_up=_WARM_UP, runs=_RUNS)
+
+    heads, tokens, head_dim = cases[0].given.host[0].shape[1:]
+    for case, figure in zip(cases, figures, strict=True):
+        if case.name in ms:
+            pairs = case.mask.active_pairs() * (heads if case.mask.heads == 1 else 1)
+            figure |= _rate(ms[case.name], pairs, head_dim)
+    dense = _rate(ms[DENSE], heads * tokens**2, head_dim) if DENSE in ms else None
+    return figures, dense
+
+
+def _rate(ms: float, pairs: int, head_dim: int) -> dict[str, float]:
+    return {"ms": ms, "tflops": 4 * head_dim * pairs / ms / 1e9}
+
+
+def _checked(case: Case) -> tuple[dict[str, Any], Callable[[], Any] | None]:
+    cupy = interop.import_cupy()
+    mask, arrays = case.mask, case.given.arrays
+    figure: dict[str, Any] = {"mask": _shape_of(case), "density": mask.density()}
+    try:
+        plan = make_plan(mask, *arrays, regime=case.regime)
+    except PlanNotEligibleError as error:
+        return {**figure, "reason": str(error)}, None
+    out = cupy.empty_like(arrays[0])
+    out.view(cupy.uint16).fill(_BFLOAT16_NAN)  # so that an element that is never written shows
+    call = partial(plan.run, *arrays, out=out)
+    call()
+    kept = partial(kept_of, mask)
+    expected = expect(kept, *case.given.host, rows=_ROWS, dtype=out.dtype, on_head=lambda: None)
+    check = expected.check(cupy.asnumpy(out))
+    figure |= {
+        "plan": plan.spec.name,
+        "check": {
+            "rows": check.rows,
+            "error": check.error,
+            "allowed": check.allowed,
+            "passed": check.passed,
+        },
+    }
+    return figure, call
+
+
+def _shape_of(case: Case) -> dict[str, Any]:
+    mask = case.mask
+    if isinstance(mask, KeySlices):
+        return {"kind": "slices", "rows": mask.group, "keys": 1, "heads": mask.heads}
+    rows, keys = mask.block_size
+    return {"kind": "blocks", "rows": rows, "keys": keys, "heads": mask.heads}
+
+
+def with_ratios(
+    figures: Sequence[dict[str, Any]], dense: Mapping[str, float] | None, ratio_to: str
+) -> None:
+    """Add to each case its rate by that of the case ``ratio_to``, and by dense attention's.
+
+    They are ``of_blocks`` and ``of_dense``, None where there is nothing to compare with.
+    """
+    rates = {case["rule"]: case["tflops"] for case in figures if "tflops" in case}
+    for case in figures:
+        if "tflops" in case:
+            against = {"of_blocks": rates.get(ratio_to), "of_dense": dense and dense["tflops"]}
+            case |= {key: rate and case["tflops"] / rate for key, rate in against.items()}
+
+
+def with_time_ratios(figures: Sequence[dict[str, Any]]) -> None:
+    """Add to each case ``of_fastest_blocks``, its time by that of the fastest blocks; or None."""
+    times = [case["ms"] for case in figures if "ms" in case and case["mask"]["kind"] == "blocks"]
+    for case in figures:
+        if "ms" in case:
+            case["of_fastest_blocks"] = case["ms"] / min(times) if times else None
