@@ -7,6 +7,9 @@
 // steps. A step is kTileKV columns filled from fragments: KV rows that lie anywhere, each copied
 // by 16-byte cp.async from its own address, so a fragment may have any length down to one row.
 //
+// Gather: the rows of some fragments lie anywhere. Their columns' source rows are copied from the
+// list of rows into the step's table, which is otherwise computed, and are there a step ahead.
+//
 // Roles: all kWarps warps copy; warp w multiplies rows [w * 16 kRowTiles, (w + 1) * 16 kRowTiles).
 // A warp skips the products of a step that none of its rows is a member of, and runs no mask
 // code on a step that all of its rows attend to in full.
@@ -31,7 +34,7 @@
 namespace tessera {
 
 template <typename T_, int kHeadDim_, int kTileQ_, int kTileKV_, int kWarps_, int kStages_,
-          bool kBits_>
+          bool kBits_, bool kGather_>
 struct AttendConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -40,6 +43,7 @@ struct AttendConfig {
   static constexpr int kWarps = kWarps_;
   static constexpr int kStages = kStages_;
   static constexpr bool kBits = kBits_;
+  static constexpr bool kGather = kGather_;  // rows of fragments may lie anywhere
 
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kRowTiles = kTileQ / (16 * kWarps);  // 16-row tiles of one warp
@@ -68,6 +72,8 @@ struct AttendConfig {
   static_assert(kTileQ % (16 * kWarps) == 0, "each warp takes whole 16-row tiles");
   static_assert(kRowTiles == 1 || kRowTiles == 2, "a warp takes 16 or 32 rows");
   static_assert(kTileQ <= 192, "a fragment has 24 membership bits of 8 rows");
+  static_assert(!kGather || (kTileQ <= 128 && !kBits),
+                "gathered fragments use the bit of a group that tiles of 128 rows lack");
   static_assert(kTileKV % 16 == 0, "PV takes 16 columns at a time");
   static_assert(kStages * kTileKV <= kThreads, "one thread fills one column of the first tables");
   static_assert(kColTiles <= 32, "one lane reads the membership of one 8-column tile");
@@ -181,14 +187,20 @@ struct Attend {
     }
   }
 
-  // Enters column `at` of a step, which lies in this fragment, in the step's table.
+  // Enters column `at` of a step, which lies in this fragment, in the step's table. With kGather
+  // its source row may be a copy that this thread has started.
   __device__ __forceinline__ void fill_column(StepTable<C>& entries, int at, Fragment fragment,
                                               i32 bits) const {
     const int column = at & ((1 << p.slot_log2) - 1);
     const int length = fragment.info >> 24;
-    const u32 members = fragment.info & 0xffffffu;
+    const u32 members = fragment.info & 0xffffffu;  // and kGathered, which is of no warp's rows
     // A fragment with no members is not loaded: its columns are zeros.
-    entries.row[at] = members != 0 && column < length ? fragment.start + column : -1;
+    const bool loaded = members != 0 && column < length;
+    if (C::kGather && loaded && (fragment.info & kGathered) != 0u) {
+      cp_async4(smem_address(&entries.row[at]), p.rows + fragment.start + column, true);
+    } else {
+      entries.row[at] = loaded ? fragment.start + column : -1;
+    }
     if ((at & 7) == 0) {
       const int valid = min(max(length - column, 0), 8);
       entries.group[at >> 3] = (static_cast<u32>(valid) << 24) | members;
@@ -571,6 +583,10 @@ struct Attend {
     i32 bits = -1;
     if constexpr (C::kBits) bits = scratch.bits[thread];
     if (i < C::kStages) fill_column(table(i), column, scratch.fragment[thread], bits);
+    if constexpr (C::kGather) {
+      cp_async_commit();
+      cp_async_wait<0>();
+    }
     barrier_sync();
     if (steps > 0) {
       load_k(0);
@@ -723,10 +739,10 @@ __device__ __forceinline__ void attend_mma(const AttendParams& params) {
 }  // namespace tessera
 
 // The one entry of a specialisation.
-#define TESSERA_ATTEND_MMA(T, HEAD_DIM, TILE_Q, TILE_KV, WARPS, STAGES, BITS, MIN_CTAS)    \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)                       \
-      attend(const __grid_constant__ tessera::AttendParams params) {                       \
-    using Config =                                                                         \
-        tessera::AttendConfig<tessera::T, HEAD_DIM, TILE_Q, TILE_KV, WARPS, STAGES, BITS>; \
-    tessera::attend_mma<Config>(params);                                                   \
+#define TESSERA_ATTEND_MMA(T, HEAD_DIM, TILE_Q, TILE_KV, WARPS, STAGES, BITS, GATHER, MIN_CTAS)    \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)                               \
+      attend(const __grid_constant__ tessera::AttendParams params) {                               \
+    using Config =                                                                                 \
+        tessera::AttendConfig<tessera::T, HEAD_DIM, TILE_Q, TILE_KV, WARPS, STAGES, BITS, GATHER>; \
+    tessera::attend_mma<Config>(params);                                                           \
   }

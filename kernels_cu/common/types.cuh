@@ -101,6 +101,7 @@ struct AttendParams {
   float scale_log2;   // |sm_scale| * log2(e), never zero
   i32 negate;         // 1 when sm_scale is negative
   const i64* counts;  // TileCount, or null: there is a task for each CTA
+  const i32* rows;    // of gathered fragments, of entries that gather them
 };
 
 // What cuTensorMapEncodeTiled wrote; travels by value.

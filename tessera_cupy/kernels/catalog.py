@@ -185,7 +185,7 @@ _ALL = ("sm_80", *_LARGE, *_SMALL)
 
 
 class _Row(NamedTuple):
-    """A shape of attend_mma for some architectures, both dtypes, with and without token bits.
+    """A shape of attend_mma for some architectures, both dtypes, of each of :data:`_FEATURES`.
 
     ``ctas`` is what the registers allow, without and with token bits; shared memory may lower
     it on an architecture.
@@ -201,6 +201,12 @@ class _Row(NamedTuple):
     why: str
 
 
+#: Features of attend_mma's entries, and what they add to the reason for the shape.
+_FEATURES: dict[tuple[str, ...], str] = {
+    (): "",
+    ("bits",): "",
+    ("gather",): "; single rows are looked up a step ahead, beside the copies",
+}
 _WHY_64 = "blocks of 64 rows and less; Q, S and O in registers, Q's place goes to V"
 _WHY_128 = "32 rows a warp: each K and V fragment read feeds two products"
 _ROWS = (
@@ -346,7 +352,8 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
         if target.name not in row.archs:
             continue
         for dtype in DTYPES:
-            for bits in (False, True):
+            for features, more in _FEATURES.items():
+                bits = "bits" in features
                 shape = (row.head_dim, row.tile_q, row.tile_kv, row.warps, row.stages)
                 smem = _attend_smem(*shape, bits)
                 configs.append(
@@ -360,8 +367,8 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
                         warps=row.warps,
                         stages=row.stages,
                         min_ctas=min(row.ctas[bits], target.smem_sm // (smem + SMEM_RESERVED)),
-                        features=("bits",) if bits else (),
-                        why=row.why,
+                        features=features,
+                        why=row.why + more,
                     )
                 )
     for head_dim, tile_q, tile_kv, features, why in _WGMMA_ROWS if target.name == "sm_90a" else ():

@@ -51,6 +51,7 @@ ATTEND_PARAMS = np.dtype(
         ("scale_log2", np.float32),
         ("negate", np.int32),
         ("counts", _POINTER),
+        ("rows", _POINTER),
     ],
     align=True,
 )
@@ -495,12 +496,12 @@ def _structs(
     counts, units = _pointer(plan.counts), _pointer(plan.units)
     lists = lse, _pointer(plan.tasks), _pointer(plan.fragments)
     bits = _pointer(plan.frag_bits), _pointer(plan.bits)
+    rows = _pointer(plan.rows)
     if config.kernel == "attend_wgmma":
-        rows = _pointer(plan.rows)
         numbers = (*lists, units, workspace, sums, plan.task_count, counts, *bits, rows)
         params = _WGMMA_PATCH(packed.params, *numbers)
     else:
-        params = _ATTEND_PATCH(packed.params, *lists, *bits, workspace, sums, counts)
+        params = _ATTEND_PATCH(packed.params, *lists, *bits, workspace, sums, counts, rows)
     merges = [_pointer(getattr(plan, name)) for name in _MERGE_ARRAYS]
     return params, _MERGE_PATCH(packed.merge_params, lse, *merges, workspace, sums, counts)
 
@@ -626,7 +627,10 @@ def _pointer(array: Any) -> int:
 
 
 _RUN = ("partial_o", "partial_ml")
-_ATTEND_PATCH = Patch(ATTEND_PARAMS, "lse", "tasks", "frags", "frag_bits", "bits", *_RUN, "counts")
+_ATTEND_PATCH = Patch(
+    ATTEND_PARAMS,
+    *("lse", "tasks", "frags", "frag_bits", "bits", *_RUN, "counts", "rows"),
+)
 _WGMMA_PATCH = Patch(
     WGMMA_PARAMS,
     *("lse", "tasks", "frags", "units", *_RUN, "task_count", "counts", "frag_bits", "bits", "rows"),

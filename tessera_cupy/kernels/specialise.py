@@ -57,12 +57,12 @@ def _instance(config: KernelConfig) -> tuple[str, str]:
     if config.kernel == "merge_splits":
         return f"{element}, {warps}", ""
     bits = "true" if config.bits else "false"
+    gather = "true" if config.gather else "false"
     sizes: tuple[object, ...] = (config.head_dim, config.tile_q, config.tile_kv)
     if config.kernel == "attend_wgmma":
         twins = "true" if config.twins else "false"
-        gather = "true" if config.gather else "false"
         return ", ".join(map(str, (element, *sizes, twins, bits, gather))), "WgmmaStorage<Config>"
-    sizes = (element, *sizes, warps, config.stages, bits, ctas)
+    sizes = (element, *sizes, warps, config.stages, bits, gather, ctas)
     return ", ".join(map(str, sizes)), "SharedStorage<Config>"
 
 

@@ -9,20 +9,40 @@ import numpy as np
 import pytest
 
 from tessera_cupy import KeySlices, block_sparse_attention, make_plan, reference
-from tests.emulator.emulator import compiler
+from tessera_cupy.gpus import arch_of
+from tessera_cupy.kernels.catalog import find
+from tests.emulator.emulator import Emulator, compiler
 from tests.emulator.gpu import EmulatedGpu
 
-#: How the query side of each group size becomes tiles of 128 rows.
-SIDES = {64: "share", 128: "retain", 192: "split"}
+HOPPER = ("attend_wgmma", 128, 192)
 CASES = [
-    # group, (sq, skv), head dim, density, organization
-    (64, (319, 349), 64, 0.1, "longest+split"),
-    (64, (130, 65), 128, 0.5, "rows"),
-    (128, (389, 662), 128, 0.02, "longest+split"),
-    (128, (302, 665), 80, 0.05, "alternate"),
-    (192, (410, 203), 128, 0.2, "rows"),
-    (192, (43, 571), 80, 0.1, "longest+split"),
+    # (kernel, rows and columns of a tile), group, (sq, skv), head dim, density, organization
+    (HOPPER, 64, (319, 349), 64, 0.1, "longest+split"),
+    (HOPPER, 64, (130, 65), 128, 0.5, "rows"),
+    (HOPPER, 128, (389, 662), 128, 0.02, "longest+split"),
+    (HOPPER, 128, (302, 665), 80, 0.05, "alternate"),
+    (HOPPER, 192, (410, 203), 128, 0.2, "rows"),
+    (HOPPER, 192, (43, 571), 80, 0.1, "longest+split"),
+    (("attend_mma", 64, 64), 64, (190, 349), 64, 0.1, "longest+split"),
+    (("attend_mma", 64, 64), 64, (100, 260), 80, 0.3, "alternate"),
+    (("attend_mma", 64, 64), 128, (203, 405), 128, 0.05, "runs+alternate"),
+    (("attend_mma", 64, 64), 192, (203, 170), 80, 0.4, "rows"),
+    (("attend_mma", 64, 32), 64, (130, 300), 256, 0.1, "longest+split"),
+    (("attend_mma", 64, 32), 192, (100, 171), 256, 0.3, "alternate"),
+    (("attend_mma", 128, 64), 64, (319, 230), 64, 0.3, "alternate"),
+    (("attend_mma", 128, 64), 64, (130, 365), 128, 0.1, "longest+split"),
+    (("attend_mma", 128, 64), 128, (302, 400), 80, 0.05, "alternate"),
+    (("attend_mma", 128, 64), 192, (210, 203), 128, 0.2, "rows"),
+    (("attend_mma", 128, 128), 128, (140, 365), 64, 0.2, "alternate"),
 ]
+#: Shapes that other architectures have.
+ELSEWHERE = [
+    ("sm_80", ("attend_mma", 128, 64), 64, (140, 365), 128, 0.1, "alternate+split"),
+    ("sm_86", ("attend_mma", 128, 32), 64, (140, 230), 128, 0.2, "longest"),
+    ("sm_86", ("attend_mma", 128, 32), 192, (203, 365), 128, 0.1, "alternate+split"),
+]
+NAMES = ("tile", "group", "shape", "dim", "density", "organization")
+Tile = tuple[str, int, int]
 
 
 def drawn(group: int, shape: tuple[int, int], density: float, heads: int = 2) -> KeySlices:
@@ -43,8 +63,10 @@ def inputs(shape: tuple[int, int], dim: int, dtype: Any, heads: int = 2) -> list
     return [rng.standard_normal((1, heads, n, dim), np.float32).astype(dtype) for n in sizes]
 
 
-def plan_name(group: int, organization: str) -> str:
-    return f"attend_wgmma/q128k192/{SIDES[group]}-gather/{organization}"
+def plan_name(tile: Tile, group: int, organization: str) -> str:
+    kernel, q, kv = tile
+    side = "share" if 2 * group == q else "retain" if group <= q else "split"
+    return f"{kernel}/q{q}k{kv}/{side}-gather/{organization}"
 
 
 def check(out: Any, lse: Any, arrays: list[Any], slices: KeySlices) -> None:
@@ -56,9 +78,10 @@ def check(out: Any, lse: Any, arrays: list[Any], slices: KeySlices) -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="the emulator needs g++, which is not on the PATH")
-@pytest.mark.parametrize(("group", "shape", "dim", "density", "organization"), CASES)
+@pytest.mark.parametrize(NAMES, CASES)
 def test_the_kernel_gathers_what_the_slices_list(
     kernel_cache: Path,
+    tile: Tile,
     group: int,
     shape: tuple[int, int],
     dim: int,
@@ -68,7 +91,7 @@ def test_the_kernel_gathers_what_the_slices_list(
     slices, arrays = drawn(group, shape, density), inputs(shape, dim, np.float16)
     with EmulatedGpu(kernel_cache.parent / "emulated-kernels", seed=group + dim).here() as gpu:
         given = [gpu.array(x) for x in arrays]
-        regime = plan_name(group, organization)
+        regime = plan_name(tile, group, organization)
         out, lse = block_sparse_attention(*given, slices, regime=regime, return_lse=True)
         plan = make_plan(slices, *given, regime=regime)
         assert plan.config.gather
@@ -76,10 +99,31 @@ def test_the_kernel_gathers_what_the_slices_list(
         check(out.get(), lse.get(), arrays, slices)
 
 
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs g++, which is not on the PATH")
+@pytest.mark.parametrize(("arch", *NAMES), ELSEWHERE)
+def test_kernels_of_other_architectures(
+    kernel_cache: Path,
+    arch: str,
+    tile: Tile,
+    group: int,
+    shape: tuple[int, int],
+    dim: int,
+    density: float,
+    organization: str,
+) -> None:
+    slices, arrays = drawn(group, shape, density), inputs(shape, dim, np.float16)
+    machine = Emulator(kernel_cache.parent / "emulated-kernels", seed=group + dim, capacity=3)
+    regime = plan_name(tile, group, organization)
+    out, lse = machine.run(slices, *arrays, regime=regime, arch=arch)
+    assert machine.launched[0].endswith("_gather")
+    check(out, lse, arrays, slices)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("group", "shape", "dim", "density", "organization"), CASES)
+@pytest.mark.parametrize(NAMES, CASES)
 @pytest.mark.parametrize("scale", [1, 7])
 def test_on_a_gpu(
+    tile: Tile,
     group: int,
     shape: tuple[int, int],
     dim: int,
@@ -89,14 +133,19 @@ def test_on_a_gpu(
 ) -> None:
     import cupy
 
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("rows are gathered on Hopper")
+    arch = arch_of(cupy.cuda.Device().id).name
+    kernel, *sizes = tile
+    if find(arch, kernel, "float16", dim, *sizes, bits=False, gather=True) is None:
+        pytest.skip(f"{arch} has other tiles")
     shape = (scale * shape[0], scale * shape[1])
     slices, arrays = drawn(group, shape, density), inputs(shape, dim, np.float16)
     filler = cupy.empty(1 << 20, np.uint16)
     filler.fill(0x7FFF)  # memory that the call may be given holds NaN
     del filler
     out, lse = block_sparse_attention(
-        *map(cupy.asarray, arrays), slices, regime=plan_name(group, organization), return_lse=True
+        *map(cupy.asarray, arrays),
+        slices,
+        regime=plan_name(tile, group, organization),
+        return_lse=True,
     )
     check(cupy.asnumpy(out), cupy.asnumpy(lse), arrays, slices)

@@ -29,7 +29,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 
-from tessera_cupy import ArraySpec, BlockMask, make_plan
+from tessera_cupy import ArraySpec, BlockMask, KeySlices, make_plan
 from tessera_cupy._resources import kernels_dir
 from tessera_cupy.kernels import launch, tensor_maps
 from tessera_cupy.kernels.catalog import KernelConfig
@@ -193,7 +193,7 @@ class Emulator:
 
     def run(
         self,
-        mask: BlockMask,
+        mask: BlockMask | KeySlices,
         q: NDArray[Any],
         k: NDArray[Any],
         v: NDArray[Any],

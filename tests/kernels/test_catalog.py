@@ -23,7 +23,7 @@ ATTENTION = [config for config in EVERY if config.kernel == "attend_mma"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_every_tile_has_both_dtypes_with_and_without_bits(arch: str) -> None:
+def test_every_tile_has_both_dtypes_and_all_features(arch: str) -> None:
     shapes = {(c.head_dim, c.tile_q, c.tile_kv) for c in catalog(arch) if c.kernel == "attend_mma"}
     for head_dim in (64, 96, 128):
         assert (head_dim, 64, 64) in shapes
@@ -36,6 +36,10 @@ def test_every_tile_has_both_dtypes_with_and_without_bits(arch: str) -> None:
                 assert (found.arch, found.head_dim) == (arch, head_dim)
                 assert (found.tile_q, found.tile_kv) == (tile_q, tile_kv)
                 assert (found.dtype, found.bits) == (dtype, bits)
+                assert not found.gather
+            found = find(arch, "attend_mma", dtype, head_dim, tile_q, tile_kv, False, gather=True)
+            assert found is not None
+            assert (found.head_dim, found.features) == (head_dim, ("gather",))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -108,7 +112,8 @@ def test_no_two_entries_answer_the_same_question(arch: str) -> None:
     for config in catalog(arch):
         if config.kernel == "attend_mma":
             sizes = (config.dtype, config.head_dim, config.tile_q, config.tile_kv, config.bits)
-            assert find(arch, config.kernel, *sizes) is config, config.name
+            found = find(arch, config.kernel, *sizes, gather=config.gather)
+            assert found is config, config.name
 
 
 def test_name_tells_the_shape() -> None:
@@ -211,10 +216,11 @@ def test_source_instantiates_the_entry_and_checks_its_shared_memory() -> None:
     text = source(config)
     assert text.startswith("// attend_mma_bf16_d96_q64k32w4s2_bits for sm_90a\n")
     assert '#include "attend_mma.cu"\n' in text
-    assert "TESSERA_ATTEND_MMA(bf16_t, 96, 64, 32, 4, 2, true, 3)\n" in text
-    assert "tessera::AttendConfig<tessera::bf16_t, 96, 64, 32, 4, 2, true>;" in text
+    assert "TESSERA_ATTEND_MMA(bf16_t, 96, 64, 32, 4, 2, true, false, 3)\n" in text
+    assert "tessera::AttendConfig<tessera::bf16_t, 96, 64, 32, 4, 2, true, false>;" in text
     assert f"== {config.smem_bytes}," in text
-    assert "false, 3)" in source(replace(config, features=()))
+    assert "2, false, false, 3)" in source(replace(config, features=()))
+    assert "2, false, true, 3)" in source(replace(config, features=("gather",)))
 
 
 def test_source_differs_where_the_code_does() -> None:
