@@ -216,6 +216,20 @@ def test_outputs_are_checked_and_timed(emulated: EmulatedGpu) -> None:
 
 
 @needs_compiler
+def test_slices_and_blocks_of_equal_mass_are_right_in_both_orders(
+    emulated: EmulatedGpu, small: None
+) -> None:
+    _, cases = equal_mass_cases(on_gpu(emulated), GRID, lambda: None)
+    figures, _ = measure(cases, "bikes", lambda: None)
+    assert json.loads(json.dumps(figures)) == figures
+    for case, figure in zip(cases, figures, strict=True):
+        assert figure["check"]["passed"], figure
+        assert figure["mask"]["heads"] == 2
+        assert ("gather" in figure["plan"]) == isinstance(case.mask, KeySlices)
+        assert {key: figure[key] for key in case.facts} == case.facts
+
+
+@needs_compiler
 def test_a_wrong_output_and_a_mask_without_a_plan_are_seen(emulated: EmulatedGpu) -> None:
     given = on_gpu(emulated)
     q, k, v = given.host
