@@ -14,6 +14,8 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks.geometry import BLOCK_MAX, BLOCK_MIN, BLOCK_STEP
 from tessera_cupy.permute import TokenOrders
+from tessera_cupy.sparsifiers.scoring import keep_top, pool, scores
+from tessera_cupy.sparsifiers.selection import Selection
 from tessera_cupy.video import VideoGrid
 
 Window = tuple[int, int, int]
@@ -172,6 +174,13 @@ def always(cut: Cubes, window: Window | None) -> NDArray[np.bool_]:
     kept = cut.with_text(video)
     kept.setflags(write=False)
     return kept
+
+
+def by_means(q: Any, k: Any, cut: Cubes, count: int) -> Selection:
+    """Each cube of queries keeps the ``count`` cubes whose mean keys score highest, and text."""
+    queries, keys = (pool(x, cut.blocks, "mean", orders=cut.orders) for x in (q, k))
+    score = scores(queries, cut.hide_text(keys))
+    return Selection(cut.mask(keep_top(score, count, always=always_text(cut))), cut.orders)
 
 
 def window_tiles(

@@ -19,7 +19,6 @@ import math
 from typing import Any
 
 from tessera_cupy.sparsifiers import cubes
-from tessera_cupy.sparsifiers.scoring import keep_top, pool, scores
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
 from tessera_cupy.video import VideoGrid
 
@@ -59,6 +58,4 @@ def select(
     cut = cubes.cut(grid, cube)
     # 0.1 * 1,440 may come out a little above 144, which is no reason to keep one more.
     count = max(1, math.ceil(cubes.share_kept("sparsity", sparsity) * cut.tiles - 1e-9))
-    queries, keys = (pool(x, cut.blocks, "mean", orders=cut.orders) for x in (q, k))
-    score = scores(queries, cut.hide_text(keys))
-    return Selection(cut.mask(keep_top(score, count, always=cubes.always_text(cut))), cut.orders)
+    return cubes.by_means(q, k, cut, count)
