@@ -57,6 +57,7 @@ class Rule:
             the model keeps it for several steps.
         by_values: whether ``select`` takes v.
         carries: notes of a selection that the next one begins from, as parameters.
+        waits: whether ``select`` needs the host on a GPU, so that no graph can capture it.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Rule:
     fixed: bool = False
     by_values: bool = False
     carries: tuple[str, ...] = ()
+    waits: bool = False
 
     @property
     def grid(self) -> VideoGrid:
@@ -242,7 +244,15 @@ _RULES = (
         (0.48, 0.48),
         VideoGrid(13, 20, 30),
     ),
-    Rule("fg-attn", "FG-Attn", fg_attn, "wan-1.3b-81f-480p", None, VideoGrid(13, 20, 30)),
+    Rule(
+        "fg-attn",
+        "FG-Attn",
+        fg_attn,
+        "wan-1.3b-81f-480p",
+        None,
+        VideoGrid(13, 20, 30),
+        waits=True,
+    ),
     Rule(
         "chipmunk",
         "Chipmunk",

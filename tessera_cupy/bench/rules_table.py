@@ -73,7 +73,8 @@ def _notes(report: Mapping[str, Any]) -> Iterator[Text]:
     yield Text(
         "complete: choose, q, k and v into the heads' orders, attend, O back, in one call. cuDNN: "
         "torch's dense attention at the same size, timed in turns with each rule. TFLOP/s count "
-        "active pairs of the attention alone. Published densities are those of models' q and k."
+        "active pairs of the attention alone. select is the GPU's time, as a graph. Published "
+        "densities are those of models' q and k."
     )
     if any(case["once_ms"] is not None for case in measured):
         yield Text(

@@ -7,7 +7,8 @@ own, which moves tokens of temporal heads alone. q, k and v are a clip's, on the
 model.
 
 Every complete call's output is compared with float64 on sampled rows; then all parts are timed in
-turns, and cuDNN's dense attention with them.
+turns, and cuDNN's dense attention with them. A selection is timed as a graph, so that what it takes
+of the GPU is seen where the host alone would take longer.
 """
 
 from __future__ import annotations
@@ -201,12 +202,30 @@ def _parts(rule: Rule, given: Input) -> _Parts:
         calls[COMPLETE] = lambda: attend(first)
         once_ms = first_ms + profile.preparation
     else:
-        calls[SELECT] = select
+        calls[SELECT] = select if rule.waits else captured(select)
         calls[COMPLETE] = lambda: attend(select())
     if rule.carries:
         calls[ANEW] = lambda: rule.select(q, k, v, given.grid)
     chosen = first if rule.fixed else select()
     return _Parts(chosen, attend(chosen), calls, plan.spec.name, profile.on_gpu, once_ms)
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], None]:
+    """A call as one graph on CuPy's current stream: its GPU time alone, without the host's part."""
+    cupy = interop.import_cupy()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    with stream:
+        call()  # what is made once is made before
+        stream.synchronize()
+        stream.begin_capture()
+        held = call()
+        graph = stream.end_capture()
+
+    def replay(held: Any = held) -> None:  # the graph's memory lives as long as its result
+        graph.launch()
+
+    return replay
 
 
 def _moved(chosen: Selection, given: Input) -> tuple[Any, Any, Any]:
@@ -222,7 +241,7 @@ def _svg_parts(given: Input) -> _Parts:
     routes = svg.route(q, k, v, grid)
     chosen = svg.selection_of(grid, svg.windows(grid), routes.get())
     calls: dict[str, Callable[[], Any]] = {
-        SELECT: lambda: svg.route(q, k, v, grid),
+        SELECT: captured(lambda: svg.route(q, k, v, grid)),
         ATTENTION: lambda: svg_attention(q, k, v, grid, routes=routes),
         COMPLETE: lambda: svg_attention(q, k, v, grid),
     }

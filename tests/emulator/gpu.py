@@ -100,8 +100,10 @@ class Stream:
 
         def replay() -> None:
             for work in recorded:
+                EmulatedGpu.work += 1
                 work()
 
+        replay.launch = replay  # type: ignore[attr-defined]
         return replay
 
     def synchronize(self) -> None:
@@ -331,6 +333,9 @@ class EmulatedGpu(Emulator):
             mock.patch.object(launch, "is_loaded", lambda config, _: config.name in functions),
             mock.patch.object(launch, "pool_may_grow", _nothing),
             mock.patch("tessera_cupy.kernels.device_build.pool_may_grow", _nothing),
+            mock.patch("tessera_cupy.kernels.scoring.pool_may_grow", _nothing),
+            mock.patch("tessera_cupy.kernels.token_rows.pool_may_grow", _nothing),
+            mock.patch("tessera_cupy.sparsifiers.selection.pool_may_grow", _nothing),
             mock.patch.object(tensor_maps, "encode", encode),
             mock.patch.object(driver, "cuMemsetD2D8Async", self._memset_2d),
             mock.patch.object(driver, "cuMemsetD8Async", self._memset),
