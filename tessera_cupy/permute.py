@@ -7,7 +7,6 @@ sequence.
 from __future__ import annotations
 
 import sys
-import threading
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -17,8 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tessera_cupy import gpus, interop
 from tessera_cupy.errors import wrong
-from tessera_cupy.kernels.launch import refuse_capture
-from tessera_cupy.kernels.lifetime import Uses, collect, release_with
+from tessera_cupy.kernels.copies import DeviceCopies, Given
 from tessera_cupy.kernels.permute import Permutation, Rows, permute_rows
 from tessera_cupy.output import check_elements
 
@@ -51,7 +49,7 @@ class TokenOrders:
     orders: Any
     choice: Any = None
     _raster: bool = field(init=False, repr=False)
-    _orders: DeviceCopies | _Given = field(init=False, repr=False)
+    _orders: DeviceCopies | Given = field(init=False, repr=False)
     _choice: DeviceCopies | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +99,7 @@ class TokenOrders:
             made = object.__new__(cls)
             object.__setattr__(made, "orders", orders)
             object.__setattr__(made, "_raster", False)
-            object.__setattr__(made, "_orders", _Given(orders))
+            object.__setattr__(made, "_orders", Given(orders))
         else:
             made = cls(orders)
         choice, copies = _each(*heads)
@@ -269,54 +267,8 @@ def move_chosen(
     x = sources[0]
     size, device = x.dtype.itemsize, x.device.id
     operands = [[interop.device_operand(a, "x") for a in arrays] for arrays in (sources, targets)]
-    operands[0] = [a if _whole_rows(a) else interop.contiguous(a) for a in operands[0]]
     moves = [(_rows(s, size), _rows(t, size)) for s, t in zip(*operands, strict=True)]
     _launch(moves, (*x.shape[:3], x.shape[3] * size), orders, inverse, device, only)
-
-
-class DeviceCopies:
-    """Numbers of the host, copied to each GPU where they are needed.
-
-    Whoever launches work that reads a copy records it in the ``uses``, or keeps this object while a
-    graph that captured it may be replayed.
-    """
-
-    def __init__(self, values: NDArray[np.int32]) -> None:
-        self._values = values
-        self._lock = threading.Lock()
-        self._on: dict[int, tuple[Any, Uses]] = {}
-
-    def here(self) -> tuple[Any, Uses]:
-        """The copy on the current GPU, complete, and what reads it."""
-        import cupy
-
-        device = cupy.cuda.runtime.getDevice()
-        with self._lock:
-            if device not in self._on:
-                refuse_capture()
-                collect()
-                stream = cupy.cuda.get_current_stream()
-                copy, uses = cupy.asarray(self._values), Uses(stream)
-                release_with(self, uses, copy)
-                # Later calls may use other streams.
-                stream.synchronize()
-                self._on[device] = copy, uses
-            return self._on[device]
-
-
-class _Given:
-    """Orders that a caller has on a GPU, in the place of copies."""
-
-    def __init__(self, orders: Any) -> None:
-        import cupy
-
-        self._orders = orders
-        self._uses = Uses(cupy.cuda.get_current_stream())
-        release_with(self, self._uses, orders)
-
-    def here(self) -> tuple[Any, Uses]:
-        """The orders, and what reads them."""
-        return self._orders, self._uses
 
 
 @lru_cache(maxsize=64)
