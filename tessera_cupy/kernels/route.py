@@ -33,7 +33,7 @@ ROUTE_TASKS_PARAMS = np.dtype(
 _COUNTS = 8
 
 
-def choose_routes(o: Any, lse: Any, arch: str) -> tuple[Any, Any]:
+def choose_routes(o: Any, lse: Any, arch: str, out: Any) -> Any:
     """Choose between two patterns by their sampled rows.
 
     Args:
@@ -43,15 +43,15 @@ def choose_routes(o: Any, lse: Any, arch: str) -> tuple[Any, Any]:
         lse: (heads, 5, rows) float32 CuPy array, C-contiguous, -inf where there is no such key; of
             each row one of the first two is finite, and the first or the third.
         arch: architecture of the current device.
+        out: (heads,) int32 CuPy array, C-contiguous; takes the pattern that comes closer to all
+            keys, 0 where both are as close.
 
     Returns:
-        (heads,) int32, the pattern that comes closer to all keys, 0 where both are as close;
         (heads, 2) float32 sums of squared errors.
     """
     import cupy
 
     heads, _, rows, head_dim = o.shape
-    route = cupy.empty(heads, np.int32)
     errors = cupy.empty((heads, 2), np.float32)
     config = builder(arch, f"route_heads_{DTYPES[o.dtype.name]}")
     params = packed_struct(
@@ -59,7 +59,7 @@ def choose_routes(o: Any, lse: Any, arch: str) -> tuple[Any, Any]:
         {
             "o": o.data.ptr,
             "lse": lse.data.ptr,
-            "route": route.data.ptr,
+            "route": out.data.ptr,
             "errors": errors.data.ptr,
             "rows": rows,
             "head_dim": head_dim,
@@ -67,7 +67,7 @@ def choose_routes(o: Any, lse: Any, arch: str) -> tuple[Any, Any]:
     )
     kernel = launch.load(config, o.device.id)
     kernel((heads,), (32 * config.warps,), (params,))
-    return route, errors
+    return errors
 
 
 def routed(base: DevicePlan, route: Any, taken: int, arch: str, device: int) -> DevicePlan:

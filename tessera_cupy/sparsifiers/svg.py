@@ -29,10 +29,11 @@ from numpy.typing import NDArray
 from tessera_cupy import gpus
 from tessera_cupy.attention import block_sparse_attention
 from tessera_cupy.errors import wrong
+from tessera_cupy.kernels.copies import DeviceCopies
 from tessera_cupy.kernels.lifetime import keep_while, pool_may_grow
 from tessera_cupy.kernels.route import choose_routes
 from tessera_cupy.masks import BlockMask, interval_mask
-from tessera_cupy.permute import DeviceCopies, TokenOrders
+from tessera_cupy.permute import TokenOrders
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
 from tessera_cupy.video import VideoGrid
 
@@ -323,7 +324,9 @@ def route_checked(
         return np.stack([_route_on_host(entry) for entry in entries])
     import cupy
 
-    routes = cupy.stack([_route_on_gpu(entry, kept) for entry in entries])
+    routes = cupy.empty(q.shape[:2], np.int32)
+    for b, entry in enumerate(entries):
+        _route_on_gpu(entry, routes[b], kept)
     return routes
 
 
@@ -367,10 +370,10 @@ def _route_on_host(entry: _Entry) -> NDArray[np.int32]:
     return closer
 
 
-def _route_on_gpu(entry: _Entry, kept: list[Any]) -> Any:
+def _route_on_gpu(entry: _Entry, out: Any, kept: list[Any]) -> None:
+    """Write the routes of a batch entry."""
     import cupy
 
-    device = entry.q.device.id
     copies = _copies(entry.rows().tobytes())
     rows, uses = copies.here()
     # As bits, which CuPy can gather of every dtype.
@@ -379,9 +382,8 @@ def _route_on_gpu(entry: _Entry, kept: list[Any]) -> Any:
     if not stream.is_capturing():
         uses.record(stream)
     o, lse = entry.attend(taken)
-    route, errors = choose_routes(o, lse, gpus.arch_of(device).name)
-    kept += [copies, taken, o, lse, route, errors]
-    return route
+    errors = choose_routes(o, lse, gpus.arch_of(out.device.id).name, out)
+    kept += [copies, taken, o, lse, errors]
 
 
 def select(

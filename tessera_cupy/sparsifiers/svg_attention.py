@@ -105,11 +105,12 @@ def svg_attention(
     device = interop.device_of(q, "q")
     cupy = interop.import_cupy()
     with interop.on_stream(stream, (q, k, v), device):
-        inputs = _Inputs(*(_of_cupy(x, cupy) for x in (q, k, v)))
-        checked_inputs(inputs.q, inputs.k, grid, watch=False)
         capturing = cupy.cuda.get_current_stream().is_capturing()
         kept: list[Any] = []
         with pool_may_grow() if capturing else nullcontext():
+            inputs = _Inputs(*(_whole_rows(_of_cupy(x, cupy), cupy) for x in (q, k, v)))
+            kept.append(inputs)
+            checked_inputs(inputs.q, inputs.k, grid, watch=False)
             out = interop.empty(q, tuple(q.shape), interop.dtype_name(q))
             _on_gpu(inputs, _of_cupy(out, cupy), rule, routes, kept)
         if capturing:
@@ -145,6 +146,13 @@ def _of_cupy(array: Any, cupy: Any) -> Any:
     return array if interop.framework(array) == "cupy" else cupy.from_dlpack(array)
 
 
+def _whole_rows(array: Any, cupy: Any) -> Any:
+    """The array, or a copy where the elements of a row are no neighbours."""
+    if array.strides and array.strides[-1] == array.dtype.itemsize:
+        return array
+    return cupy.ascontiguousarray(array)
+
+
 def _on_host(inputs: _Inputs, rule: _Rule, routes: Any) -> Any:
     """The same by a mask of all heads and the NumPy executor."""
     checked_inputs(inputs.q, inputs.k, rule.grid)
@@ -168,7 +176,9 @@ def _on_gpu(inputs: _Inputs, out: Any, rule: _Rule, routes: Any, kept: list[Any]
         routes = _of_cupy(routes, cupy)
         _check_routes(routes, inputs.q, "CuPy")
         # The host does not look at them; every head must be on one route.
-        routes = (routes == svg.TEMPORAL).astype(np.int32)
+        temporal_heads = routes == svg.TEMPORAL
+        kept.append(temporal_heads)
+        routes = temporal_heads.astype(np.int32)
     spatial, temporal = _plans(rule, inputs)
     kept += [routes, spatial, temporal]
     if rule.in_place:

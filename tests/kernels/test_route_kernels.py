@@ -43,7 +43,8 @@ def test_the_closer_pattern_is_taken(gpu: EmulatedGpu, dtype: Any, sizes: tuple[
     lse[:, 0, ::3] = -np.inf  # keys of no row's both patterns, and of some rows' neither
     lse[:, 3, ::2] = -np.inf
     lse[:, 1, 1::4] -= 700  # one pattern alone lies far below all other keys
-    route, errors = choose_routes(gpu.array(o), gpu.array(lse), "sm_90a")
+    route = gpu.empty((heads,), np.int32)
+    errors = choose_routes(gpu.array(o), gpu.array(lse), "sm_90a", route)
 
     def of(classes: list[int]) -> Any:
         among = lse[:, classes].astype(np.float64)
@@ -58,9 +59,9 @@ def test_the_closer_pattern_is_taken(gpu: EmulatedGpu, dtype: Any, sizes: tuple[
 
 def test_as_close_is_the_first_pattern(gpu: EmulatedGpu) -> None:
     o = np.ones((2, 5, 16, 8), np.float16)
-    route, errors = choose_routes(
-        gpu.array(o), gpu.array(np.zeros((2, 5, 16), np.float32)), "sm_90a"
-    )
+    route = gpu.empty((2,), np.int32)
+    lse = gpu.array(np.zeros((2, 5, 16), np.float32))
+    errors = choose_routes(gpu.array(o), lse, "sm_90a", route)
     assert route.get().tolist() == [0, 0]
     assert errors.get().max() < 1e-10
 

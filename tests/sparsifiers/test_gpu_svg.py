@@ -55,9 +55,8 @@ def test_the_call_is_exact(grid: VideoGrid, dtype: Any) -> None:
     del filler
     routes = svg.route(*arrays, grid, keep=0.4).get()
     assert {0, 1} == set(routes.ravel().tolist())
-    assert (routes == svg.route(*[x.astype(np.float32) for x in host], grid, keep=0.4)).all() or (
-        grid.tokens > 1000
-    )
+    if grid.tokens < 1000:  # the NumPy code takes minutes beyond
+        assert (routes == svg.route(*[x.astype(np.float32) for x in host], grid, keep=0.4)).all()
     out = svg_attention(*arrays, grid, keep=0.4)
     check_rows(grid, cupy.asnumpy(out), host, routes, reach)
     again = svg_attention(*arrays, grid, keep=0.4)
