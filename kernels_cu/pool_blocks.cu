@@ -24,6 +24,7 @@
 
 #include "common/ptx.cuh"
 #include "common/types.cuh"
+#include "common/widen.cuh"
 
 namespace tessera {
 
@@ -52,15 +53,6 @@ struct PoolParams {
 };
 
 // Four neighbouring elements as float32.
-template <typename T>
-__device__ __forceinline__ float widened(u32 bits) {
-  if constexpr (is_same<T, bf16_t>) {
-    return __uint_as_float(bits << 16);
-  } else {
-    return half_to_float(bits & 0xffffu);
-  }
-}
-
 template <typename T>
 struct Four {
   uint2 raw;

@@ -18,6 +18,7 @@
 #include "common/builders.cuh"
 #include "common/ptx.cuh"
 #include "common/types.cuh"
+#include "common/widen.cuh"
 
 namespace tessera {
 
@@ -32,16 +33,6 @@ struct RouteHeadsParams {
   i32 rows;
   i32 head_dim;  // a multiple of 8
 };
-
-// The low or the high of two elements, as float32.
-template <typename T>
-__device__ __forceinline__ float one_of(u32 pair, int high) {
-  if constexpr (is_same<T, bf16_t>) {
-    return __uint_as_float(high ? pair & 0xffff0000u : pair << 16);
-  } else {
-    return half_to_float(pair >> (16 * high) & 0xffffu);
-  }
-}
 
 template <typename T, int kWarps>
 __device__ __forceinline__ void route_heads(const RouteHeadsParams& p) {
@@ -96,7 +87,7 @@ __device__ __forceinline__ void route_heads(const RouteHeadsParams& p) {
       float dense = 0.0f;
 #pragma unroll
       for (int c = 0; c < kClasses; ++c) {
-        value[c] = one_of<T>(pairs[c][j / 2], j & 1);
+        value[c] = widened<T>(pairs[c][j / 2] >> 16 * (j & 1));
         dense += of_all[c] * value[c];
       }
 #pragma unroll

@@ -8,7 +8,8 @@ import numpy as np
 
 from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.catalog import KernelConfig, builder
-from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, new
+from tessera_cupy.kernels.lifetime import new
+from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF
 
 #: ``HeadMeanParams`` in head_mean.cu.
 MEAN_PARAMS = np.dtype(

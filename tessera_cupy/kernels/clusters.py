@@ -8,7 +8,7 @@ import numpy as np
 
 from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.catalog import builder
-from tessera_cupy.kernels.token_rows import new
+from tessera_cupy.kernels.lifetime import new
 
 #: ``ClusterPiecesParams`` in cluster_pieces.cu.
 PIECES_PARAMS = np.dtype(

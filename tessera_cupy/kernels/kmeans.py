@@ -8,7 +8,8 @@ import numpy as np
 
 from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.catalog import builder
-from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE, new
+from tessera_cupy.kernels.lifetime import new
+from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE
 
 #: ``KmeansAssignParams`` in kmeans_assign.cu.
 ASSIGN_PARAMS = np.dtype(

@@ -120,3 +120,14 @@ def pool_may_grow() -> Iterator[None]:
         yield
     finally:
         driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+def new(shape: tuple[int, ...], dtype: Any, memory: list[Any]) -> Any:
+    """A CuPy array, which ``memory`` takes where a graph captures what will use it."""
+    import cupy
+
+    if not cupy.cuda.get_current_stream().is_capturing():
+        return cupy.empty(shape, dtype)
+    with pool_may_grow():
+        memory.append(cupy.empty(shape, dtype))
+    return memory[-1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from tessera_cupy import gpus
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.catalog import ELEMENTS, MAX_HEAD_DIM, builder
-from tessera_cupy.kernels.lifetime import Uses, pool_may_grow, release_with
+from tessera_cupy.kernels.lifetime import Uses, new, release_with
 from tessera_cupy.kernels.token_rows import CHUNK, PRODUCT_SMEM, PRODUCT_TILE
 
 _STRIDES = np.dtype([("batch", np.int64), ("head", np.int64), ("row", np.int64)])
@@ -117,7 +117,7 @@ def pool(
     with _on(x) as device:
         x = _readable(x, memory)
         count = _count(blocks, x.shape[2])
-        made = {kind: _new((*x.shape[:2], count, x.shape[3]), np.float32, memory) for kind in kinds}
+        made = {kind: new((*x.shape[:2], count, x.shape[3]), np.float32, memory) for kind in kinds}
         outs = {_KINDS[kind]: out for kind, out in made.items()}
         _pool(x, blocks, device, memory, orders=orders, flag=flag, **outs)
         return tuple(made[kind] for kind in kinds)
@@ -127,7 +127,7 @@ def likeness(x: Any, blocks: Any, orders: Any, flag: int, memory: Memory) -> Any
     """``scoring.likeness``: (batch, heads, blocks) float32. Arguments as of :func:`pool`."""
     with _on(x) as device:
         x = _readable(x, memory)
-        alike = _new((*x.shape[:2], _count(blocks, x.shape[2])), np.float32, memory)
+        alike = new((*x.shape[:2], _count(blocks, x.shape[2])), np.float32, memory)
         _pool(x, blocks, device, memory, orders=orders, flag=flag, alike=alike, normalise=True)
         return alike
 
@@ -151,7 +151,7 @@ def choose_order(
         x = _readable(x, memory)
         batch, heads, tokens, head_dim = x.shape
         count, candidates = _count(blocks, tokens), len(orders.orders)
-        alike = _new((batch, heads, candidates, count), np.float32, memory)
+        alike = new((batch, heads, candidates, count), np.float32, memory)
         if runs is None:
             _pool(
                 x, blocks, device, memory, orders=orders, flag=flag, alike=alike,
@@ -159,13 +159,13 @@ def choose_order(
             )  # fmt: skip
         else:
             length = tokens // runs.shape[1]
-            means = _new((batch, heads, runs.shape[1], head_dim), np.float32, memory)
+            means = new((batch, heads, runs.shape[1], head_dim), np.float32, memory)
             _pool(x, length, device, memory, flag=flag, mean=means, normalise=True)
             _pool(
                 means, blocks // length, device, memory, orders=_Runs(runs, memory), alike=alike,
                 candidates=candidates,
             )  # fmt: skip
-        choice = _new((batch, heads), np.int32, memory)
+        choice = new((batch, heads), np.int32, memory)
         params = {"alike": alike, "choice": choice, "candidates": candidates, "blocks": count}
         _launch("choose_order", CHOOSE_ORDER_PARAMS, params, batch * heads, device)
         return choice
@@ -187,7 +187,7 @@ def scores(a: tuple[Any, ...], b: tuple[Any, ...], scale: float, memory: Memory)
         a, b = (tuple(_contiguous(x, memory) for x in side) for side in (a, b))
         batch, heads, n, head_dim = a[0].shape
         m = b[0].shape[2]
-        out = _new((batch, heads, n, m), np.float32, memory)
+        out = new((batch, heads, n, m), np.float32, memory)
         row_tiles = -(-n // _SCORE_TILE[0])
         column_tiles = -(-m // (_SCORE_TILE[1] // len(b)))
         aligned = all(x.data.ptr % 16 == 0 for x in (*a, *b))
@@ -231,11 +231,11 @@ def extreme_scores(
         for x, size, flag in zip((q, k), blocks, flags, strict=True):
             x = _readable(x, memory)
             count = _count(size, x.shape[2])
-            side = _new((batch, heads, count, 2, head_dim), x.dtype, memory)
+            side = new((batch, heads, count, 2, head_dim), x.dtype, memory)
             _pool(x, size, device, memory, orders=orders, flag=flag, extremes=side)
             sides.append(side)
         n, m = (side.shape[2] for side in sides)
-        out = _new((batch, heads, n, m), np.float32, memory)
+        out = new((batch, heads, n, m), np.float32, memory)
         row_tiles, column_tiles = -(-n // PRODUCT_TILE), -(-m // (PRODUCT_TILE // 2))
         params = {
             **{"a": sides[0], "b": sides[1], "out": out, "n": n, "m": m},
@@ -251,7 +251,7 @@ def keep_top(score: Any, count: int, always: Any, memory: Memory) -> Any:
     """``scoring.keep_top``: (batch, heads, n, m) bool."""
     with _on(score) as device:
         score = _contiguous(score, memory)
-        kept = _new(score.shape, np.bool_, memory)
+        kept = new(score.shape, np.bool_, memory)
         params = {"score": score, "kept": kept, "count": count, **_rows(score, always, memory)}
         _launch_rows("keep_top", KEEP_TOP_PARAMS, params, device)
         return kept
@@ -263,7 +263,7 @@ def keep_mass(
     """``scoring.keep_mass``: (batch, heads, n, m) bool."""
     with _on(score) as device:
         score = _contiguous(score, memory)
-        kept = _new(score.shape, np.bool_, memory)
+        kept = new(score.shape, np.bool_, memory)
         params = {"score": score, "kept": kept, "mass": mass, "least": least}
         params |= {"rows_of_head": score.shape[2], "heads": score.shape[1]}
         params |= _rows(score, always, memory)
@@ -399,14 +399,6 @@ def _contiguous(x: Any, memory: Memory, dtype: Any = np.float32) -> Any:
             return _kept(x.copy(order="C"), memory)
         step *= length
     return x
-
-
-def _new(shape: tuple[int, ...], dtype: Any, memory: Memory) -> Any:
-    import cupy
-
-    capturing = cupy.cuda.get_current_stream().is_capturing()
-    with pool_may_grow() if capturing else nullcontext():
-        return _kept(cupy.empty(shape, dtype), memory)
 
 
 def _kept(array: Any, memory: Memory) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera_cupy.kernels.lifetime import pool_may_grow
+from tessera_cupy.kernels.lifetime import new
 
 #: Elements of a 16-byte chunk.
 CHUNK = 8
@@ -16,17 +16,6 @@ ELEMENT_OF = {"float16": "fp16", "bfloat16": "bf16"}
 PRODUCT_TILE = 128
 #: Bytes of shared memory of a product, ``Product::kSharedBytes``.
 PRODUCT_SMEM = 48 * 1024
-
-
-def new(shape: tuple[int, ...], dtype: Any, memory: list[Any]) -> Any:
-    """A CuPy array, which ``memory`` takes where a graph captures what will use it."""
-    import cupy
-
-    if not cupy.cuda.get_current_stream().is_capturing():
-        return cupy.empty(shape, dtype)
-    with pool_may_grow():
-        memory.append(cupy.empty(shape, dtype))
-    return memory[-1]
 
 
 def packed(x: Any, memory: list[Any]) -> Any:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -49,12 +47,7 @@ def rng(seed: int) -> np.random.Generator:
 @pytest.fixture
 def gpu(kernel_cache: Path, seed: int) -> Iterator[EmulatedGpu]:
     made = EmulatedGpu(kernel_cache.parent / "emulated-kernels", seed)
-    with (
-        made.here(),
-        # There is no driver that would have to allow it.
-        mock.patch("tessera_cupy.kernels.scoring.pool_may_grow", nullcontext),
-        mock.patch("tessera_cupy.sparsifiers.selection.pool_may_grow", nullcontext),
-    ):
+    with made.here():
         yield made
 
 
