@@ -67,8 +67,12 @@ struct WgmmaConfig {
   static_assert(!kGather || (kTileQ == 128 && !kTwins && !kBits),
                 "gathered fragments use the bit of a group that tiles of 128 rows lack");
   // Registers of a thread: the producer's and a consumer's.
-  static constexpr int kProducerRegisters = kWarpgroups == 2 && !kGather ? 24 : 32;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
+  // setmaxnreg waits for ever where a CTA asks for more than it was launched with.
+  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
+                    (1 + kWarpgroups) * (65536 / kThreads / 8 * 8),
+                "the registers of all warpgroups are those of the launch");
   // That a stage's barrier waits for.
   static constexpr int kArrivals = kGather ? 33 : 1;
 };
@@ -123,25 +127,28 @@ __device__ __forceinline__ int lacking_rows(const Task& task) {
 // The tasks of this CTA, once or twice. All warps of it but the idle one go through them alike.
 template <typename C>
 struct TaskWalk {
+  static constexpr u32 kSecond = 1u << 31;
+
   const WgmmaParams& p;
   WgmmaStorage<C>& smem;
-  const int count;
-  int index;    // of the task, -1 after the last
-  bool second;  // the tasks are taken again
+  const int held_count;
+  int index;  // of the task, -1 after the last
+  u32 word;   // kSecond, once the tasks are taken again; the other bits are whoever walks'
 
   __device__ __forceinline__ TaskWalk(const WgmmaParams& params, WgmmaStorage<C>& storage)
-      : p(params),
-        smem(storage),
-        count(params.counts == nullptr ? params.task_count
-                                       : static_cast<int>(params.counts[kTasks])),
-        index(blockIdx.x),
-        second(false) {
-    if (index >= count) index = -1;
+      : p(params), smem(storage), held_count(count_of(params)), index(blockIdx.x), word(0) {
+    if (index >= held_count) index = -1;
   }
 
+  static __device__ __forceinline__ int count_of(const WgmmaParams& params) {
+    return params.counts == nullptr ? params.task_count : static_cast<int>(params.counts[kTasks]);
+  }
+  __device__ __forceinline__ int count() const { return C::kGather ? count_of(p) : held_count; }
+
   __device__ __forceinline__ const Task& task() const { return p.tasks[index]; }
+  __device__ __forceinline__ bool second() const { return (word & kSecond) != 0u; }
   __device__ __forceinline__ bool more() const {
-    return index + static_cast<int>(gridDim.x) < count;
+    return index + static_cast<int>(gridDim.x) < count();
   }
   __device__ __forceinline__ void next() {
     if (more()) {
@@ -149,16 +156,17 @@ struct TaskWalk {
       return;
     }
     index = -1;
-    if (second) return;
+    if (second()) return;
     named_barrier_sync(8, C::kThreads - 32);
-    second = __any_sync(~0u, *static_cast<volatile u32*>(&smem.again) != 0u);
-    if (second) index = blockIdx.x;
+    if (!__any_sync(~0u, *static_cast<volatile u32*>(&smem.again) != 0u)) return;
+    word |= kSecond;
+    index = blockIdx.x;
   }
 
   // Whether the other CTA of the cluster has the same list at this time. It need not take its tasks
   // again when this one does.
   __device__ __forceinline__ bool twin() const {
-    return C::kTwins && (task().flags & kTwin) != 0 && !second;
+    return C::kTwins && (task().flags & kTwin) != 0 && !second();
   }
 };
 
@@ -210,28 +218,33 @@ __device__ __forceinline__ void copy_q(const WgmmaParams& p, WgmmaStorage<C>& sm
 // 16-byte chunks of a row. What lies behind a fragment's rows, or the head dim, is zeros.
 template <typename C>
 __device__ __forceinline__ void gather(u32 gathered, Fragment f, u32 step, int slot, u32 bytes,
-                                       u64 source, i64 row_bytes, const i32* rows, int head_dim) {
+                                       u64 source, u32 row_bytes, const i32* rows, int head_dim) {
   constexpr int kChunks = C::kHeadDim / 8;
   constexpr int kAtOnce = 32 / kChunks;  // rows
   const int lane = threadIdx.x & 31;
   const int chunk = lane % kChunks;
+  const int own = lane / kChunks;  // of the rows at once
   const bool inside = chunk * 8 < head_dim;
   source += chunk * 16;
+  step += chunk / 8 * 1024 + own * 128 + (((chunk ^ own) & 7) << 4);
+#pragma unroll 1
   for (; gathered != 0u; gathered &= gathered - 1u) {
     const int from = __ffs(static_cast<int>(gathered)) - 1;
     const int start = __shfl_sync(~0u, f.start, from);
     const int length = static_cast<int>(__shfl_sync(~0u, f.info, from) >> 24);
-    const u32 fragment = step + from * bytes + chunk / 8 * 1024;
+    u32 target = step + from * bytes;
+#pragma unroll 1
     for (int first = 0; first < slot; first += 32) {
       const int row = first + lane < length ? __ldg(rows + start + first + lane) : -1;
-      const int end = min(slot - first, 32);
-#pragma unroll 2
-      for (int r = 0; r < end; r += kAtOnce) {
-        const int at = first + r + lane / kChunks;
-        const int key = __shfl_sync(~0u, row, r + lane / kChunks);
-        const u32 target =
-            fragment + (at >> 3) * (C::kSlabs * 1024) + (at & 7) * 128 + (((chunk ^ at) & 7) << 4);
-        cp_async16(target, source + key * row_bytes, key >= 0 && inside);
+#pragma unroll 1
+      for (int r = 0; r < min(slot - first, 32); r += 8) {
+#pragma unroll
+        for (int at = 0; at < 8; at += kAtOnce) {
+          const int key = __shfl_sync(~0u, row, r + at + own);
+          cp_async16((target ^ (at << 4)) + at * 128, mad_wide(key, row_bytes, source),
+                     key >= 0 && inside);
+        }
+        target += C::kGroupBytes;
       }
     }
   }
@@ -248,23 +261,27 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
   const int fragments = C::kTileKV >> p.slot_log2;
   const u32 fragment_bytes = slot * C::kHeadDim * 2;
   StepCount n;
-  u32 held = 0;    // bit (stage, warpgroup): the warpgroup has a part in the stage's last step
-  u32 phases = 0;  // of its release; above them, of the other CTA's stages
+  u32 phases = 0;  // of releases by (stage, warpgroup); above them, of the other CTA's stages
 
-  for (TaskWalk<C> walk(p, smem); walk.index >= 0; walk.next()) {
-    const Task task = walk.task();
-    const int batch = task.head / p.q_heads;
-    const int head = task.head % p.q_heads / p.q_per_kv;
+  TaskWalk<C> walk(p, smem);
+  u32& held = walk.word;  // bit (stage, warpgroup): it has a part in the stage's last step
+  for (; walk.index >= 0; walk.next()) {
+    const Task held_task = walk.task();
+    // The copies' addresses need the registers: the task is then read again where it is used.
+    const Task& task = C::kGather ? walk.task() : held_task;
+    auto batch_of = [&](const Task& of) { return of.head / p.q_heads; };
+    auto head_of = [&](const Task& of) { return of.head % p.q_heads / p.q_per_kv; };
+    const int held_batch = batch_of(held_task);
+    const int held_head = head_of(held_task);
     const int steps = task.end - task.begin;
     const u32 existing = existing_groups<C>(task.rows);
     const bool twin = walk.twin();
     n.begin(twin);
 
-    auto fetch = [&](int i) {
-      const int step = task.flags & kReverse ? task.end - 1 - i : task.begin + i;
-      const int index = step * fragments + lane;
+    int index = (task.flags & kReverse ? task.end - 1 : task.begin) * fragments + lane;
+    auto fetch = [&](bool exists) {
       Fragment f{0, 0u};
-      if (i < steps && lane < fragments && index < task.frag_count) {
+      if (exists && lane < fragments && index < task.frag_count) {
         const u64 raw = __ldg(reinterpret_cast<const u64*>(p.frags + task.frag_begin + index));
         f.start = static_cast<i32>(raw);
         f.info = static_cast<u32>(raw >> 32);
@@ -272,8 +289,8 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
       return f;
     };
 
-    Fragment f = fetch(0);
-    for (int i = 0; i < steps; ++i, ++n.value) {
+    Fragment f = fetch(steps > 0);
+    for (int left = steps; left > 0; --left, ++n.value) {
       const u32 stage = n.value % C::kStages;
       const int length = f.info >> 24;
       const bool loaded = length > 0 && (f.info & 0xffffffu) != 0;
@@ -296,13 +313,15 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
         const u32 target = smem_address(tiles) + stage * C::kTileBytes + lane * fragment_bytes;
         // What a short fragment loads past its end is masked.
         const bool is_whole = f.start + slot <= p.whole_rows;
+        const int batch = C::kGather ? batch_of(task) : held_batch;
+        const int head = C::kGather ? head_of(task) : held_head;
         const int kv_head = batch * (p.q_heads / p.q_per_kv) + head;
         if (C::kTwins && twin) {
           const u32 other = smem_address(&ready[stage]);
           if (lane == 0) mbarrier_arrive_remote(other, cluster_rank() ^ 1u);
           mbarrier_wait_cluster(other, phases >> (16 + stage) & 1u);
           phases ^= 0x10000u << stage;
-          if (loaded && ((lane + i) & 1u) == cluster_rank()) {
+          if (loaded && ((lane + n.value) & 1u) == cluster_rank()) {
             if (is_whole) {
               tma_multicast_5d(target, whole, barrier, 3, f.start & 7, f.start >> 3, kv_head);
             } else {
@@ -316,7 +335,9 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
           if (is_whole) {
             tma_load_5d(target, whole, barrier, f.start & 7, f.start >> 3, kv_head);
           } else {
+#pragma unroll 1
             for (int g = 0; g < slot / 8; ++g)
+#pragma unroll 1
               for (int slab = 0; slab < C::kSlabs; ++slab)
                 tma_load_4d(target + (g * C::kSlabs + slab) * 1024, rows, barrier, slab * 64,
                             f.start + g * 8, head, batch);
@@ -327,11 +348,12 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
           const u64 of_head =
               reinterpret_cast<u64>(source + batch * stride.batch + head * stride.head);
           gather<C>(__ballot_sync(~0u, gathered), f, target - lane * fragment_bytes, slot,
-                    fragment_bytes, of_head, stride.row * 2, p.rows, p.head_dim);
+                    fragment_bytes, of_head, static_cast<u32>(stride.row) * 2u, p.rows, p.head_dim);
           cp_async_arrive(barrier);
         }
       }
-      f = fetch(i + 1);
+      index += task.flags & kReverse ? -fragments : fragments;
+      f = fetch(left > 1);
     }
   }
 }
@@ -553,7 +575,7 @@ struct WgmmaConsumer {
         finish(p.tasks[carried]);
         carried = -1;
         clear();
-        softmax<true>(of_step, of_bits, whole, walk.second, false, of_pending);
+        softmax<true>(of_step, of_bits, whole, walk.second(), false, of_pending);
         of_pending = barrier;
         skipped = false;
         --left;
@@ -591,7 +613,7 @@ struct WgmmaConsumer {
         }
         release_k(barrier);
         if (left == 1) release_q();
-        softmax<false>(of_step, of_bits, whole, walk.second, pending, of_pending);
+        softmax<false>(of_step, of_bits, whole, walk.second(), pending, of_pending);
         pending = true;
         of_pending = barrier;
         skipped = false;

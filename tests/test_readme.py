@@ -37,7 +37,10 @@ def test_blocks_that_need_a_gpu_run() -> None:
     codes = [code for needs, code in BLOCKS if needs]
     assert codes
     for code in codes:
-        assert "useful fraction" in run(code)
+        printed = run(code)
+        said = re.findall(r"^print\(.*?#\s*(.+)$", code, re.MULTILINE)
+        assert said or "useful fraction" in printed
+        assert all(line in printed.splitlines() for line in said)
 
 
 def test_links_lead_to_files() -> None:
