@@ -73,8 +73,9 @@ struct WgmmaConfig {
   static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
                     (1 + kWarpgroups) * (65536 / kThreads / 8 * 8),
                 "the registers of all warpgroups are those of the launch");
-  // That a stage's barrier waits for.
-  static constexpr int kArrivals = kGather ? 33 : 1;
+  // That a stage's barrier waits for: of two warps that gather, each lane and the bytes of TMA.
+  static constexpr int kArrivals = kGather ? 2 * 33 : 1;
+  static constexpr int kWalkers = kThreads - (kGather ? 0 : 32);  // all but an idle warp
 };
 
 template <typename C>
@@ -124,31 +125,31 @@ __device__ __forceinline__ int lacking_rows(const Task& task) {
   return C::kHalves && first_half(task.rows) >= 0 ? 64 - first_half(task.rows) : 0;
 }
 
-// The tasks of this CTA, once or twice. All warps of it but the idle one go through them alike.
+// The tasks of this CTA, once or twice. All warps of it but an idle one go through them alike.
 template <typename C>
 struct TaskWalk {
   static constexpr u32 kSecond = 1u << 31;
 
   const WgmmaParams& p;
   WgmmaStorage<C>& smem;
-  const int held_count;
+  const int count;
   int index;  // of the task, -1 after the last
   u32 word;   // kSecond, once the tasks are taken again; the other bits are whoever walks'
 
   __device__ __forceinline__ TaskWalk(const WgmmaParams& params, WgmmaStorage<C>& storage)
-      : p(params), smem(storage), held_count(count_of(params)), index(blockIdx.x), word(0) {
-    if (index >= held_count) index = -1;
+      : p(params),
+        smem(storage),
+        count(params.counts == nullptr ? params.task_count
+                                       : static_cast<int>(params.counts[kTasks])),
+        index(blockIdx.x),
+        word(0) {
+    if (index >= count) index = -1;
   }
-
-  static __device__ __forceinline__ int count_of(const WgmmaParams& params) {
-    return params.counts == nullptr ? params.task_count : static_cast<int>(params.counts[kTasks]);
-  }
-  __device__ __forceinline__ int count() const { return C::kGather ? count_of(p) : held_count; }
 
   __device__ __forceinline__ const Task& task() const { return p.tasks[index]; }
   __device__ __forceinline__ bool second() const { return (word & kSecond) != 0u; }
   __device__ __forceinline__ bool more() const {
-    return index + static_cast<int>(gridDim.x) < count();
+    return index + static_cast<int>(gridDim.x) < count;
   }
   __device__ __forceinline__ void next() {
     if (more()) {
@@ -157,7 +158,7 @@ struct TaskWalk {
     }
     index = -1;
     if (second()) return;
-    named_barrier_sync(8, C::kThreads - 32);
+    named_barrier_sync(8, C::kWalkers);
     if (!__any_sync(~0u, *static_cast<volatile u32*>(&smem.again) != 0u)) return;
     word |= kSecond;
     index = blockIdx.x;
@@ -181,30 +182,37 @@ struct StepCount {
   }
 };
 
-// The warp that copies Q: 16 rows a box, as the rows of a tile may lie apart.
+// Has Q of a task copied: 16 rows a box, as the rows of a tile may lie apart.
+template <typename C>
+__device__ __forceinline__ void load_q(const WgmmaParams& p, WgmmaStorage<C>& smem,
+                                       const Task& task, u32 phase, int lane) {
+  const int lacking = lacking_rows<C>(task);
+  for (int w = 0; w < C::kWarpgroups; ++w) {
+    const int unit = w * 4 + lane % 4;
+    const int row = task.units < 0 ? task.first_row + unit * 16 - (w > 0 ? lacking : 0)
+                                   : __ldg(p.units + task.units + unit);
+    mbarrier_wait(smem_address(&smem.q_empty[w]), phase);
+    const u32 barrier = smem_address(&smem.q_full[w]);
+    if (lane == 0) mbarrier_arrive_expect(barrier, C::kQBytes);
+    __syncwarp();
+    if (lane < 4 * C::kSlabs) {
+      // Rows that do not exist are zeros from beyond the last one.
+      tma_load_4d(smem_address(smem.q) + w * C::kQBytes + lane / 4 * 8192 + lane % 4 * 2048, &p.q,
+                  barrier, lane / 4 * 64, row < 0 ? p.sq : row, task.head % p.q_heads,
+                  task.head / p.q_heads);
+    }
+    __syncwarp();
+  }
+}
+
+// The warp that copies Q.
 template <typename C>
 __device__ __forceinline__ void copy_q(const WgmmaParams& p, WgmmaStorage<C>& smem) {
   const int lane = threadIdx.x & 31;
   u32 phase = 1;
   for (TaskWalk<C> walk(p, smem); walk.index >= 0; walk.next()) {
     const Task& task = walk.task();
-    const int lacking = lacking_rows<C>(task);
-    for (int w = 0; w < C::kWarpgroups; ++w) {
-      const int unit = w * 4 + lane % 4;
-      const int row = task.units < 0 ? task.first_row + unit * 16 - (w > 0 ? lacking : 0)
-                                     : __ldg(p.units + task.units + unit);
-      mbarrier_wait(smem_address(&smem.q_empty[w]), phase);
-      const u32 barrier = smem_address(&smem.q_full[w]);
-      if (lane == 0) mbarrier_arrive_expect(barrier, C::kQBytes);
-      __syncwarp();
-      if (lane < 4 * C::kSlabs) {
-        // Rows that do not exist are zeros from beyond the last one.
-        tma_load_4d(smem_address(smem.q) + w * C::kQBytes + lane / 4 * 8192 + lane % 4 * 2048, &p.q,
-                    barrier, lane / 4 * 64, row < 0 ? p.sq : row, task.head % p.q_heads,
-                    task.head / p.q_heads);
-      }
-      __syncwarp();
-    }
+    load_q<C>(p, smem, task, phase, lane);
     phase ^= 1;
     // The other warpgroups read these words when they begin with the task: let them be near then.
     const int per_step = C::kTileKV >> p.slot_log2;
@@ -214,74 +222,33 @@ __device__ __forceinline__ void copy_q(const WgmmaParams& p, WgmmaStorage<C>& sm
   }
 }
 
-// A warp copies the gathered fragments of a step, one after the other: neighbouring lanes have the
-// 16-byte chunks of a row. What lies behind a fragment's rows, or the head dim, is zeros.
-template <typename C>
-__device__ __forceinline__ void gather(u32 gathered, Fragment f, u32 step, int slot, u32 bytes,
-                                       u64 source, u32 row_bytes, const i32* rows, int head_dim) {
-  constexpr int kChunks = C::kHeadDim / 8;
-  constexpr int kAtOnce = 32 / kChunks;  // rows
-  const int lane = threadIdx.x & 31;
-  const int chunk = lane % kChunks;
-  const int own = lane / kChunks;  // of the rows at once
-  const bool inside = chunk * 8 < head_dim;
-  source += chunk * 16;
-  step += chunk / 8 * 1024 + own * 128 + (((chunk ^ own) & 7) << 4);
-#pragma unroll 1
-  for (; gathered != 0u; gathered &= gathered - 1u) {
-    const int from = __ffs(static_cast<int>(gathered)) - 1;
-    const int start = __shfl_sync(~0u, f.start, from);
-    const int length = static_cast<int>(__shfl_sync(~0u, f.info, from) >> 24);
-    u32 target = step + from * bytes;
-#pragma unroll 1
-    for (int first = 0; first < slot; first += 32) {
-      const int row = first + lane < length ? __ldg(rows + start + first + lane) : -1;
-#pragma unroll 1
-      for (int r = 0; r < min(slot - first, 32); r += 8) {
-#pragma unroll
-        for (int at = 0; at < 8; at += kAtOnce) {
-          const int key = __shfl_sync(~0u, row, r + at + own);
-          cp_async16((target ^ (at << 4)) + at * 128, mad_wide(key, row_bytes, source),
-                     key >= 0 && inside);
-        }
-        target += C::kGroupBytes;
-      }
-    }
-  }
-}
-
 // The warp that copies K, or V: a lane a fragment, through the map of whole fragments where it can.
 template <typename C>
 __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& smem, u8* tiles,
                                         u64 (*full)[C::kStages], u64 (*empty)[C::kStages],
-                                        u64* ready, const TensorMap* rows, const TensorMap* whole,
-                                        const u16* source, const Strides& stride) {
+                                        u64* ready, const TensorMap* rows, const TensorMap* whole) {
   const int lane = threadIdx.x & 31;
   const int slot = 1 << p.slot_log2;
   const int fragments = C::kTileKV >> p.slot_log2;
   const u32 fragment_bytes = slot * C::kHeadDim * 2;
   StepCount n;
-  u32 phases = 0;  // of releases by (stage, warpgroup); above them, of the other CTA's stages
+  u32 held = 0;    // bit (stage, warpgroup): the warpgroup has a part in the stage's last step
+  u32 phases = 0;  // of its release; above them, of the other CTA's stages
 
-  TaskWalk<C> walk(p, smem);
-  u32& held = walk.word;  // bit (stage, warpgroup): it has a part in the stage's last step
-  for (; walk.index >= 0; walk.next()) {
-    const Task held_task = walk.task();
-    // The copies' addresses need the registers: the task is then read again where it is used.
-    const Task& task = C::kGather ? walk.task() : held_task;
-    auto batch_of = [&](const Task& of) { return of.head / p.q_heads; };
-    auto head_of = [&](const Task& of) { return of.head % p.q_heads / p.q_per_kv; };
-    const int held_batch = batch_of(held_task);
-    const int held_head = head_of(held_task);
+  for (TaskWalk<C> walk(p, smem); walk.index >= 0; walk.next()) {
+    const Task task = walk.task();
+    const int batch = task.head / p.q_heads;
+    const int head = task.head % p.q_heads / p.q_per_kv;
     const int steps = task.end - task.begin;
     const u32 existing = existing_groups<C>(task.rows);
     const bool twin = walk.twin();
     n.begin(twin);
 
-    int index = (task.flags & kReverse ? task.end - 1 : task.begin) * fragments + lane;
-    auto fetch = [&](bool exists) {
+    auto fetch = [&](int i) {
+      const int step = task.flags & kReverse ? task.end - 1 - i : task.begin + i;
+      const int index = step * fragments + lane;
       Fragment f{0, 0u};
-      if (exists && lane < fragments && index < task.frag_count) {
+      if (i < steps && lane < fragments && index < task.frag_count) {
         const u64 raw = __ldg(reinterpret_cast<const u64*>(p.frags + task.frag_begin + index));
         f.start = static_cast<i32>(raw);
         f.info = static_cast<u32>(raw >> 32);
@@ -289,14 +256,13 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
       return f;
     };
 
-    Fragment f = fetch(steps > 0);
-    for (int left = steps; left > 0; --left, ++n.value) {
+    Fragment f = fetch(0);
+    for (int i = 0; i < steps; ++i, ++n.value) {
       const u32 stage = n.value % C::kStages;
       const int length = f.info >> 24;
       const bool loaded = length > 0 && (f.info & 0xffffffu) != 0;
       const u32 parts = parts_of_step<C>(loaded, f.info, existing);
-      const bool gathered = C::kGather && loaded && (f.info & kGathered) != 0u;
-      const u32 bytes = __popc(__ballot_sync(~0u, loaded && !gathered)) * fragment_bytes;
+      const u32 bytes = __popc(__ballot_sync(~0u, loaded)) * fragment_bytes;
       if (parts != 0u) {
 #pragma unroll
         for (int w = 0; w < C::kWarpgroups; ++w) {
@@ -313,15 +279,13 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
         const u32 target = smem_address(tiles) + stage * C::kTileBytes + lane * fragment_bytes;
         // What a short fragment loads past its end is masked.
         const bool is_whole = f.start + slot <= p.whole_rows;
-        const int batch = C::kGather ? batch_of(task) : held_batch;
-        const int head = C::kGather ? head_of(task) : held_head;
         const int kv_head = batch * (p.q_heads / p.q_per_kv) + head;
         if (C::kTwins && twin) {
           const u32 other = smem_address(&ready[stage]);
           if (lane == 0) mbarrier_arrive_remote(other, cluster_rank() ^ 1u);
           mbarrier_wait_cluster(other, phases >> (16 + stage) & 1u);
           phases ^= 0x10000u << stage;
-          if (loaded && ((lane + n.value) & 1u) == cluster_rank()) {
+          if (loaded && ((lane + i) & 1u) == cluster_rank()) {
             if (is_whole) {
               tma_multicast_5d(target, whole, barrier, 3, f.start & 7, f.start >> 3, kv_head);
             } else {
@@ -331,29 +295,185 @@ __device__ __forceinline__ void copy_kv(const WgmmaParams& p, WgmmaStorage<C>& s
                                    slab * 64, f.start + g * 8, head, batch);
             }
           }
-        } else if (loaded && !gathered) {
+        } else if (loaded) {
           if (is_whole) {
             tma_load_5d(target, whole, barrier, f.start & 7, f.start >> 3, kv_head);
           } else {
-#pragma unroll 1
             for (int g = 0; g < slot / 8; ++g)
-#pragma unroll 1
               for (int slab = 0; slab < C::kSlabs; ++slab)
                 tma_load_4d(target + (g * C::kSlabs + slab) * 1024, rows, barrier, slab * 64,
                             f.start + g * 8, head, batch);
           }
         }
         __syncwarp();
-        if (C::kGather) {
-          const u64 of_head =
-              reinterpret_cast<u64>(source + batch * stride.batch + head * stride.head);
-          gather<C>(__ballot_sync(~0u, gathered), f, target - lane * fragment_bytes, slot,
-                    fragment_bytes, of_head, static_cast<u32>(stride.row) * 2u, p.rows, p.head_dim);
-          cp_async_arrive(barrier);
-        }
       }
-      index += task.flags & kReverse ? -fragments : fragments;
-      f = fetch(left > 1);
+      f = fetch(i + 1);
+    }
+  }
+}
+
+// The other producers, where rows may lie anywhere: two warps copy K and two V, each every other
+// group of 8 rows and every other whole fragment. Rows are looked up a step ahead, three numbers a
+// lane. The second warp of V also copies Q.
+//
+// Eight lanes copy 128 bytes of a row at a time, in chunks of 16. A register is not free before the
+// copy that reads it has gone its way, some 100 cycles later, and there are 24: so the addresses of
+// four rows are made before any is copied, and those in shared memory are two and constants.
+template <typename C, bool kOfV>
+__device__ __forceinline__ void gather_kv(const WgmmaParams& p, WgmmaStorage<C>& smem, int half,
+                                          u8* tiles, u64 (*full)[C::kStages],
+                                          u64 (*empty)[C::kStages], const TensorMap* rows,
+                                          const TensorMap* whole, const u16* source,
+                                          const Strides& stride) {
+  constexpr int kLooks = C::kTileKV / 64;
+  constexpr int kAtOnce = 4;  // rows of a lane
+  constexpr u32 kQPhase = 1u << 30;
+  constexpr i32 kWhole = -1;  // of a fragment that is not gathered
+  const int lane = threadIdx.x & 31;
+  const int slot = 1 << p.slot_log2;
+  const int fragments = C::kTileKV >> p.slot_log2;
+  const u32 fragment_bytes = slot * C::kHeadDim * 2;
+  u32 n = 0;       // number of the step
+  u32 phases = 0;  // of releases, by (stage, warpgroup)
+  u32 ready = 0;   // the task of the fragments and rows at hand
+  int index = 0;
+  Fragment f{0, 0u};
+  i32 keys[kLooks];
+
+  // Takes up a step's fragments, a lane each.
+  auto fetch = [&](const Task& task) {
+    f = {0, 0u};
+    if (lane < fragments && index < task.frag_count) {
+      const u64 raw = __ldg(reinterpret_cast<const u64*>(p.frags + task.frag_begin + index));
+      f.start = static_cast<i32>(raw);
+      f.info = static_cast<u32>(raw >> 32);
+    }
+  };
+  auto first_index = [&](const Task& task) {
+    return (task.flags & kReverse ? task.end - 1 : task.begin) * fragments + lane;
+  };
+  // Lane l looks up row l % 8 of the warp's group 4 j + l / 8. Behind a fragment's end any row
+  // does.
+  auto look_up = [&](int j) {
+    const int lane = pinned(threadIdx.x & 31);
+    const int column = (8 * j + lane / 8 * 2 + half) * 8;
+    const int start = __shfl_sync(~0u, f.start, column >> p.slot_log2);
+    const u32 info = __shfl_sync(~0u, f.info, column >> p.slot_log2);
+    const int row = (column & (slot - 1)) + (lane & 7);
+    const int length = static_cast<int>(info >> 24);
+    keys[j] = length == 0 || (info & kGathered) == 0u ? kWhole : 0;
+    if (row < length && keys[j] == 0) keys[j] = __ldg(p.rows + start + row);
+    __syncwarp();
+  };
+
+  TaskWalk<C> walk(p, smem);
+  u32& held = walk.word;  // bit (stage, warpgroup): it has a part in the stage's last step; kQPhase
+  for (; walk.index >= 0; walk.next()) {
+    const Task& task = walk.task();  // read again where it is used: registers are scarce
+    const u32 existing = existing_groups<C>(task.rows);
+    if (kOfV && half == 1) {
+      held ^= kQPhase;
+      load_q<C>(p, smem, task, held / kQPhase & 1u, pinned(lane));
+    }
+    int left = __shfl_sync(~0u, task.end - task.begin, 0);  // uniform, to ptxas as well
+    if (left == 0) ready = 0;
+    if (__any_sync(~0u, left > 0 && ready == 0)) {
+      index = first_index(task);
+      fetch(task);
+#pragma unroll
+      for (int j = 0; j < kLooks; ++j) look_up(j);
+    }
+#pragma unroll 1
+    for (; left > 0; --left, ++n) {
+      const u32 stage = n % C::kStages;
+      const bool loaded = f.info >> 24 != 0u && (f.info & 0xffffffu) != 0u;
+      const u32 parts = parts_of_step<C>(loaded, f.info, existing);
+      const u32 barrier = smem_address(&full[parts - 1][stage]);
+      if (parts != 0u) {
+#pragma unroll
+        for (int w = 0; w < C::kWarpgroups; ++w) {
+          const u32 of = stage * C::kWarpgroups + w;
+          if (held >> of & 1u) {
+            mbarrier_wait(smem_address(&empty[w][stage]), phases >> of & 1u);
+            phases ^= 1u << of;
+          }
+        }
+        held = (held & ~(C::kAll << (stage * C::kWarpgroups))) | parts << (stage * C::kWarpgroups);
+        const bool own_whole = loaded && (f.info & kGathered) == 0u && (lane & 1) == half;
+        const u32 bytes = __popc(__ballot_sync(~0u, own_whole)) * fragment_bytes;
+        if (lane == 0) mbarrier_arrive_expect(barrier, bytes);
+        __syncwarp();
+        if (own_whole) {
+          const u32 target =
+              smem_address(tiles) + stage * C::kTileBytes + pinned(lane) * fragment_bytes;
+          const int batch = task.head / p.q_heads;
+          const int head = task.head % p.q_heads / p.q_per_kv;
+          if (f.start + slot <= p.whole_rows) {
+            tma_load_5d(target, whole, barrier, f.start & 7, f.start >> 3,
+                        batch * (p.q_heads / p.q_per_kv) + head);
+          } else {
+#pragma unroll 1
+            for (int part = 0; part < slot / 8 * C::kSlabs; ++part)
+              tma_load_4d(target + part * 1024, rows, barrier, part % C::kSlabs * 64,
+                          f.start + part / C::kSlabs * 8, head, batch);
+          }
+        }
+        __syncwarp();
+      }
+      // The fragments of the step to come.
+      ready = 1;
+      if (left > 1) {
+        index += task.flags & kReverse ? -fragments : fragments;
+        fetch(task);
+      } else if (walk.more()) {
+        const Task& next = p.tasks[walk.index + gridDim.x];
+        index = first_index(next);
+        fetch(next);
+      } else {
+        ready = 0;
+      }
+      const int at_once = pinned(threadIdx.x & 31);  // not worked out ahead
+      const int own = at_once / 8;                   // of four rows
+      const int chunk = at_once % 8;
+      const u64 of_head = reinterpret_cast<u64>(source + task.head / p.q_heads * stride.batch +
+                                                task.head % p.q_heads / p.q_per_kv * stride.head);
+      const u32 row_bytes = static_cast<u32>(stride.row) * 2u;
+      const u32 upper = smem_address(tiles) + stage * C::kTileBytes + half * C::kGroupBytes +
+                        own * 128 + ((chunk ^ own) << 4);
+      const u32 lower = (upper ^ 64u) + 512;  // four rows further down
+#pragma unroll
+      for (int j = 0; j < kLooks; ++j) {
+        const u32 gathered = parts != 0u ? __ballot_sync(~0u, keys[j] != kWhole) : 0u;
+        if (gathered == ~0u && p.head_dim == C::kHeadDim) {
+#pragma unroll
+          for (int first = 0; first < 8; first += kAtOnce) {
+            u32 row[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+              row[i] = __shfl_sync(~0u, keys[j], (first + i) * 4 + own) * row_bytes + chunk * 16;
+#pragma unroll
+            for (int slab = 0; slab < C::kSlabs; ++slab)
+#pragma unroll
+              for (int i = 0; i < kAtOnce; ++i)
+                cp_async16((i % 2 == 0 ? upper : lower) + slab * 1024 +
+                               (8 * j + first + i / 2 * 2) * C::kGroupBytes,
+                           of_head + row[i] + slab * 128, true);
+          }
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < 8; ++i) {
+            if ((gathered >> (4 * i) & 1u) == 0u) continue;
+            const u32 row = __shfl_sync(~0u, keys[j], i * 4 + own) * row_bytes + chunk * 16;
+#pragma unroll
+            for (int slab = 0; slab < C::kSlabs; ++slab)
+              cp_async16(
+                  (i % 2 == 0 ? upper : lower) + slab * 1024 + (8 * j + i / 2 * 2) * C::kGroupBytes,
+                  of_head + row + slab * 128, slab * 64 + chunk * 8 < p.head_dim);
+          }
+        }
+        look_up(j);
+      }
+      if (parts != 0u) cp_async_arrive(barrier);
     }
   }
 }
@@ -929,13 +1049,23 @@ __device__ __forceinline__ void attend_wgmma(const WgmmaParams& params) {
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32 % 4, 0);
   if (warpgroup == 0) {
     registers_decrease<C::kProducerRegisters>();
-    if (warp == 0)
-      copy_kv<C>(params, smem, smem.k, smem.k_full, smem.k_empty, smem.k_ready, &params.k_rows,
-                 &params.k_fragment, params.k, params.k_stride);
-    if (warp == 1)
-      copy_kv<C>(params, smem, smem.v, smem.v_full, smem.v_empty, smem.v_ready, &params.v_rows,
-                 &params.v_fragment, params.v, params.v_stride);
-    if (warp == 2) copy_q<C>(params, smem);
+    if constexpr (C::kGather) {
+      if (warp % 2 == 0) {
+        gather_kv<C, false>(params, smem, warp / 2, smem.k, smem.k_full, smem.k_empty,
+                            &params.k_rows, &params.k_fragment, params.k, params.k_stride);
+      } else {
+        gather_kv<C, true>(params, smem, warp / 2, smem.v, smem.v_full, smem.v_empty,
+                           &params.v_rows, &params.v_fragment, params.v, params.v_stride);
+      }
+    } else {
+      if (warp == 0)
+        copy_kv<C>(params, smem, smem.k, smem.k_full, smem.k_empty, smem.k_ready, &params.k_rows,
+                   &params.k_fragment);
+      if (warp == 1)
+        copy_kv<C>(params, smem, smem.v, smem.v_full, smem.v_empty, smem.v_ready, &params.v_rows,
+                   &params.v_fragment);
+      if (warp == 2) copy_q<C>(params, smem);
+    }
   } else {
     registers_increase<C::kConsumerRegisters>();
     WgmmaConsumer<C>(params, smem, warpgroup - 1, warp).run();
