@@ -211,7 +211,9 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
     Every active (query, key) pair of the mask is in exactly one (tile, fragment), and no
     inactive pair is in any; every query row is in exactly one tile. Fragments of a tile
     ascend by KV row, with pack first those without token bits, with gather first those that are
-    not gathered, with share and regroup inside each of their classes. Heads and batches that the
+    not gathered, with share and regroup inside each of their classes. Pack cuts neighbouring ragged
+    blocks with the same members as one, and writes those of its fragments that are not whole
+    behind the others, by falling KV row. Heads and batches that the
     mask broadcasts stay broadcast.
 
     Args:
