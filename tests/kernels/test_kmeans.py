@@ -32,6 +32,20 @@ def lloyd(x: Any, centroids: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     return labels, moved
 
 
+def line(centroids: np.ndarray) -> list[int]:
+    """Places on the direction of eight turns of a power iteration, by loops."""
+    wide = centroids.astype(np.float64) - centroids.astype(np.float64).mean(axis=0)
+    direction = np.array(
+        [((i + 1) * 2654435769 % 2**32 // 2**8) / 2**23 - 1 for i in range(wide.shape[1])]
+    )
+    for _ in range(8):
+        direction = sum((row @ direction) * row for row in wide)
+        if direction.any():
+            direction = direction / np.linalg.norm(direction)
+    places = [float(row @ direction) for row in wide]
+    return sorted(range(len(places)), key=places.__getitem__)
+
+
 def run(folder: Path, x: Any, centroids: Any, iterations: int, seed: int, **places: Any) -> Any:
     """(order, sizes, centroids) of the kernels, on the host."""
     gpu = EmulatedGpu(folder, seed)
@@ -154,6 +168,7 @@ def test_as_many_labels_as_there_is_room_for(folder: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize("start", [0, 7])
 def test_it_begins_with_tokens_at_even_distances(folder: Path, start: int) -> None:
+    """And one iteration is the last one, which begins in the order of the line."""
     rng = np.random.default_rng(10)
     x = rng.standard_normal((2, 1, 107, 8)).astype(np.float16)
     gpu = EmulatedGpu(folder, 10)
@@ -161,6 +176,7 @@ def test_it_begins_with_tokens_at_even_distances(folder: Path, start: int) -> No
         made = kmeans.kmeans(gpu.array(x), 6, 1, start=start, tokens=100, arch="sm_90a", memory=[])
         chosen = [start + at for at in (0, 16, 33, 50, 66, 83)]
         begun = x[:, :, chosen].astype(np.float32)
+        begun = np.stack([[c[line(c)] for c in heads] for heads in begun])
         given = gpu.array(begun)
         same = kmeans.kmeans(
             gpu.array(x), 6, 1, centroids=given, start=start, tokens=100, arch="sm_90a", memory=[]
@@ -168,3 +184,37 @@ def test_it_begins_with_tokens_at_even_distances(folder: Path, start: int) -> No
         for a, b in zip(made, same, strict=True):
             assert a.get().tobytes() == b.get().tobytes()
         assert given.get().tobytes() == begun.tobytes()
+
+
+def in_order(folder: Path, centroids: np.ndarray, seed: int) -> np.ndarray:
+    """``kmeans_line`` of (heads, clusters, channels)."""
+    gpu = EmulatedGpu(folder, seed)
+    with gpu.here():
+        made: np.ndarray = kmeans.in_line(
+            gpu.array(centroids[None]), arch="sm_90a", memory=[]
+        ).get()
+    return made[0]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("clusters", "channels"), [(1, 8), (2, 8), (33, 40), (140, 128), (kmeans.MOST_LABELS - 1, 256)]
+)
+def test_centroids_in_the_order_of_a_line(folder: Path, clusters: int, channels: int) -> None:
+    rng = np.random.default_rng(clusters)
+    centroids = rng.standard_normal((2, clusters, channels)).astype(np.float32)
+    centroids[:, 5:9] = centroids[:, 4:5]  # equals keep their order
+    made = in_order(folder, centroids, clusters)
+    for head in range(2):
+        assert (made[head] == centroids[head][line(centroids[head])]).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [0.0, 1.0, np.nan, np.inf, 1e38])
+def test_without_a_direction_the_order_stays(folder: Path, value: float) -> None:
+    """Alike centroids, and what is no number: the same rows, none lost."""
+    centroids = np.full((1, 40, 16), value, np.float32)
+    assert in_order(folder, centroids, 3).tobytes() == centroids.tobytes()
+    centroids[0, :7] = np.arange(7)[:, None]
+    made = in_order(folder, centroids, 4)
+    assert sorted(map(bytes, made[0])) == sorted(map(bytes, centroids[0]))

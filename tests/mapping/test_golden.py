@@ -201,8 +201,8 @@ def test_neighbouring_ragged_blocks_are_cut_as_one_and_short_fragments_come_last
 
 
 def test_a_run_has_the_same_members_all_along():
-    # Keys 0 to 19 are of both query blocks, 20 to 29 of the first, 30 to 64 of the second, and 65 to
-    # 69 of both.
+    # Keys 0 to 19 are of both query blocks, 20 to 29 of the first, 30 to 64 of the second, and the
+    # others of both.
     mask = BlockMask.from_dense(
         [[1, 1, 1, 0, 0, 1], [1, 1, 0, 1, 1, 1]],
         (8, 20),
