@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from tessera_cupy.kernels import kmeans
+from tessera_cupy.sparsifiers.clusters import kmeans as on_host
+from tessera_cupy.video import VideoGrid
 from tests.emulator.emulator import compiler
 from tests.emulator.gpu import EmulatedGpu
 
@@ -184,6 +186,26 @@ def test_it_begins_with_tokens_at_even_distances(folder: Path, start: int) -> No
         for a, b in zip(made, same, strict=True):
             assert a.get().tobytes() == b.get().tobytes()
         assert given.get().tobytes() == begun.tobytes()
+
+
+@needs_compiler
+@pytest.mark.parametrize("start", [0, 5])
+def test_from_scratch_as_on_the_host(folder: Path, start: int) -> None:
+    """Groups of tokens far apart, so that rounding moves none, in the same order."""
+    rng = np.random.default_rng(11)
+    groups = np.roll(np.arange(305) * 20 // 300, start) % 20
+    centres = rng.standard_normal((1, 3, 20, 40)) * 4
+    x = centres[:, :, groups] + 0.1 * rng.standard_normal((1, 3, 305, 40))
+    x = x.astype(np.float16)
+    grid = VideoGrid(3, 10, 10, text_tokens=5, text_first=start > 0)
+    expected = on_host(x, 20, grid, iterations=3)
+    gpu = EmulatedGpu(folder, 11)
+    with gpu.here():
+        made = kmeans.kmeans(gpu.array(x), 20, 3, start=start, tokens=300, arch="sm_90a", memory=[])
+        order, sizes, moved = (array.get() for array in made)
+    assert (order == expected.order).all()
+    assert (sizes == expected.sizes).all()
+    assert moved == pytest.approx(expected.centroids, rel=1e-4, abs=1e-4)
 
 
 def in_order(folder: Path, centroids: np.ndarray, seed: int) -> np.ndarray:
