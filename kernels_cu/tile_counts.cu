@@ -23,7 +23,7 @@ __device__ __forceinline__ void tile_counts(const TilesParams& p) {
     const ClassWords words = class_words<kRagged>(p, rows, bitmap, index);
     const bool last = index == p.words - 1;
     auto fragments = [&](u32 word) {
-      if (ragged) return ragged_fragments(p, starts + 32 * index, word);
+      if (ragged) return ragged_fragments(p, starts + 32 * index, Runs(word, words.apart));
       const bool tail = last && (word >> ((p.nk - 1) & 31) & 1) != 0;
       return __popc(word) * most - (tail ? missing : 0);
     };

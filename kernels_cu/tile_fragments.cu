@@ -104,40 +104,63 @@ __device__ __forceinline__ void write_list(const TilesParams& p, int tile, u16* 
     const int other = of_second ? list.first_steps : list.second_steps;
     return i < kept ? writer.alone(list.both_steps, i, other, of_second) : moved + i - kept;
   };
-  // Entries of the classes so far; of ragged blocks, fragments.
+  // Entries of the classes so far; of ragged blocks, whole fragments, and short ones.
   int both = 0;
   int first = 0;
   int second = 0;
+  int both_short = 0;
+  int first_short = 0;
+  int second_short = 0;
 #pragma unroll 1
   for (int base = 0; base < p.words; base += 32) {
     const ClassWords words = class_words<kRagged>(p, rows, bitmap, base + lane);
     // Only here, so that the first words do not wait for the counts.
     if (base == 0) list = lay_out(p, counted);
     if (kRagged && p.kv_starts != nullptr) {
-      // A lane writes the fragments of its own word's blocks, which differ in number.
+      // A lane writes the fragments of its own word's runs, which differ in number.
       const i32* starts = kv_starts_of(p, rows.head) + 32 * (base + lane);
 #pragma unroll 1
       for (int of = 0; of < 3; ++of) {
-        u32 word = of == 0 ? words.both : of == 1 ? words.first : words.second;
-        const int fragments = ragged_fragments(p, starts, word);
-        const int upto = warp_scan(fragments);
-        int i = (of == 0 ? both : of == 1 ? first : second) + upto - fragments;
+        const Runs of_word(of == 0   ? words.both
+                           : of == 1 ? words.first
+                                     : words.second,
+                           words.apart);
+        int whole = 0;
+        int shorter = 0;
 #pragma unroll 1
-        for (; word != 0; word &= word - 1) {
-          const int block = __ffs(word) - 1;
+        for (Runs runs = of_word; runs.any(); runs.next()) {
+          const int length = runs.end(starts) - runs.begin(starts);
+          const int filled = length / p.by_slot;
+          whole += filled;
+          shorter += filled * p.slot < length;
+        }
+        const int whole_upto = warp_scan(whole);
+        const int short_upto = warp_scan(shorter);
+        int rising = (of == 0 ? both : of == 1 ? first : second) + whole_upto - whole;
+        int falling = (of == 0   ? counted.both - both_short
+                       : of == 1 ? counted.first - first_short
+                                 : counted.second - second_short) -
+                      1 - (short_upto - shorter);
+#pragma unroll 1
+        for (Runs runs = of_word; runs.any(); runs.next()) {
           const u32 members =
-              known ? members_of_class(of != 0, of == 2) : members_of(base + lane, block);
-          const int end = starts[block + 1];
+              known ? members_of_class(of != 0, of == 2) : members_of(base + lane, runs.first());
+          const int end = runs.end(starts);
 #pragma unroll 1
-          for (int start = starts[block]; start < end; start += p.slot) {
+          for (int start = runs.begin(starts); start < end; start += p.slot) {
             const u32 length = min(p.slot, end - start);
-            writer.put(place_of(of != 0, of == 2, i++), start, length << 24 | members);
+            const int i = length == p.slot ? rising++ : falling--;
+            writer.put(place_of(of != 0, of == 2, i), start, length << 24 | members);
           }
         }
-        const int total = __shfl_sync(kAllLanes, upto, 31);
-        both += of == 0 ? total : 0;
-        first += of == 1 ? total : 0;
-        second += of == 2 ? total : 0;
+        const int wholes = __shfl_sync(kAllLanes, whole_upto, 31);
+        const int shorts = __shfl_sync(kAllLanes, short_upto, 31);
+        both += of == 0 ? wholes : 0;
+        first += of == 1 ? wholes : 0;
+        second += of == 2 ? wholes : 0;
+        both_short += of == 0 ? shorts : 0;
+        first_short += of == 1 ? shorts : 0;
+        second_short += of == 2 ? shorts : 0;
       }
       continue;
     }

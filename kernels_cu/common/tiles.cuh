@@ -16,6 +16,11 @@
 // many tiles as the largest blocks need, and those that have no rows have no task either. This is
 // for entries of their own (kRagged): those of uniform blocks do not even look.
 //
+// Neighbouring ragged KV blocks with the same members are one run of keys, which ends at a word of
+// the bitmap at the latest; a run is cut into fragments, of which the last may be short. In each
+// class whole fragments rise from its first place, and short ones fall from its last, so that few
+// steps have a column to mask.
+//
 // Three kernels, each launched once, with sizes that follow from the geometry alone:
 //   tile_counts     a warp a tile: fragments of each class, length and steps of the list.
 //   tile_scan       one CTA: where each list begins; tasks in launch order (longest first inside
@@ -163,14 +168,32 @@ __device__ __forceinline__ int fragments_of(const TilesParams& p, int columns) {
   return (columns + p.slot - 1) / p.by_slot;
 }
 
-// The same of the blocks whose bits are set; `starts` is that of the first bit's block.
-__device__ __forceinline__ int ragged_fragments(const TilesParams& p, const i32* starts, u32 word) {
+// Runs of neighbouring ragged blocks, the lowest first.
+struct Runs {
+  u32 opens;   // a bit for each run's first block
+  u32 closes;  // and for its last
+
+  // Of a class's word; `apart` as in ClassWords.
+  __device__ __forceinline__ Runs(u32 word, u32 apart)
+      : opens(word & apart), closes(word & ~((word & ~apart) >> 1)) {}
+  __device__ __forceinline__ bool any() const { return opens != 0; }
+  __device__ __forceinline__ void next() {
+    opens &= opens - 1;
+    closes &= closes - 1;
+  }
+  __device__ __forceinline__ int first() const { return __ffs(opens) - 1; }
+  // Where the first run begins and ends; `starts` is that of the lowest bit's block.
+  __device__ __forceinline__ int begin(const i32* starts) const { return starts[first()]; }
+  __device__ __forceinline__ int end(const i32* starts) const { return starts[__ffs(closes)]; }
+};
+
+// Fragments of all of them.
+__device__ __forceinline__ int ragged_fragments(const TilesParams& p, const i32* starts,
+                                                Runs runs) {
   int fragments = 0;
 #pragma unroll 1
-  for (; word != 0; word &= word - 1) {
-    const int block = __ffs(word) - 1;
-    fragments += fragments_of(p, starts[block + 1] - starts[block]);
-  }
+  for (; runs.any(); runs.next())
+    fragments += fragments_of(p, runs.end(starts) - runs.begin(starts));
   return fragments;
 }
 
@@ -223,6 +246,7 @@ struct ClassWords {
   u32 both;
   u32 first;
   u32 second;
+  u32 apart;  // kRagged: columns whose members are not those of the column before, or the first
 };
 
 template <bool kRagged>
@@ -231,14 +255,16 @@ __device__ __forceinline__ ClassWords class_words(const TilesParams& p, const Ti
   const u32 first_half = (1u << (p.tile_rows / (2 * kGroupRows))) - 1;
   u32 in_first = 0;
   u32 in_second = 0;
+  u32 apart = 0;
   if (index < p.words) {
     each_block(p, tile, rows + index, [&](int s, u32 word) {
+      if constexpr (kRagged) apart |= word ^ (word << 1);
       const u32 members = block_members<kRagged>(p, tile, s);
       if (!p.share || (members & first_half) != 0) in_first |= word;
       if (!p.share || (members & ~first_half) != 0) in_second |= word;
     });
   }
-  return {in_first & in_second, in_first & ~in_second, in_second & ~in_first};
+  return {in_first & in_second, in_first & ~in_second, in_second & ~in_first, apart};
 }
 
 // How a list is cut into steps; see _fillers in mapping/share.py.

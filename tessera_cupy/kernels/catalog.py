@@ -299,6 +299,9 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     "kmeans_assign": TokenKernel(
         ("fp16", "bf16"), 8, 2, "64 x 32 of a product a warp, and the bests of its rows beside it"
     ),
+    "kmeans_line": TokenKernel(
+        (), 16, 1, "a CTA a head, as its sums run over all centroids: once a selection"
+    ),
     "kmeans_means": TokenKernel(
         ("fp16", "bf16"), 8, 4, "a CTA a cluster, as clusters differ in size"
     ),

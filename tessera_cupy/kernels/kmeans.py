@@ -1,4 +1,4 @@
-"""Launching ``kmeans_assign.cu``, ``kmeans_order.cu`` and ``kmeans_means.cu``."""
+"""Launching ``kmeans_assign.cu``, ``kmeans_order.cu``, ``kmeans_means.cu``, ``kmeans_line.cu``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,21 @@ MEANS_PARAMS = np.dtype(
     ],
     align=True,
 )
+#: ``KmeansLineParams`` in kmeans_line.cu.
+LINE_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("centroids", "ordered")],
+        *[(name, np.int32) for name in ("clusters", "channels")],
+    ],
+    align=True,
+)
 
 _SMEM = 48 * 1024
 _ORDER_WARPS = 16
 #: Labels that ``kmeans_order`` has room for: an int32, and 16 bits a warp, of each.
 MOST_LABELS = (_SMEM - 4 * _ORDER_WARPS) // (4 + 2 * _ORDER_WARPS)
+# Channels of each sum in ``kmeans_line``.
+_LINE_CHANNELS = 256
 #: Tokens of a head: each warp counts its part in 16 bits.
 MOST_TOKENS = _ORDER_WARPS * (2**16 - 32)
 
@@ -75,6 +85,9 @@ def kmeans(
 ) -> Sorted:
     """Lloyd's iterations on the GPU, on the current stream.
 
+    Without centroids to begin with, the last iteration begins with those of the others in the order
+    of a line.
+
     Args:
         x: (batch, heads, all tokens, d) CuPy array, as ``token_rows.packed`` gives it.
         clusters: how many.
@@ -99,10 +112,6 @@ def kmeans(
     sizes, starts = (new((batch, heads, labels_count), np.int32, memory) for _ in range(2))
     if tokens < every:
         labels.fill(clusters)
-    # Of no tokens yet, so that centroids which are given stay, and are rounded.
-    stream = cupy.cuda.get_current_stream()
-    cupy.cuda.runtime.memsetAsync(sizes.data.ptr, 0, sizes.nbytes, stream.ptr)
-
     tiles = -(-tokens // PRODUCT_TILE)
     assign: dict[str, Any] = {
         "x": x.data.ptr + start * d * x.dtype.itemsize,
@@ -138,10 +147,6 @@ def kmeans(
         "clusters": clusters,
         "size_stride": labels_count,
     }
-    if centroids is None:
-        begin = mean | {"spread": tokens, "spread_start": start}
-    else:
-        begin = mean | {"kept": centroids.data.ptr}
     order_smem = 4 * _ORDER_WARPS + labels_count * (4 + 2 * _ORDER_WARPS)
     means_smem = 4 * CHUNK * 32 * builder(arch, f"kmeans_means_{element}").warps
 
@@ -153,10 +158,48 @@ def kmeans(
     def average(params: dict[str, Any]) -> None:
         run(f"kmeans_means_{element}", MEANS_PARAMS, params, planes * clusters, means_smem)
 
-    average(begin)
+    def begin_with(given: Any) -> None:
+        # Of no tokens yet, so that these centroids stay, and are rounded.
+        stream = cupy.cuda.get_current_stream()
+        cupy.cuda.runtime.memsetAsync(sizes.data.ptr, 0, sizes.nbytes, stream.ptr)
+        average(mean | {"kept": given.data.ptr})
+
+    if centroids is None:
+        average(mean | {"spread": tokens, "spread_start": start})
+    else:
+        begin_with(centroids)
     for i in range(iterations):
+        if centroids is None and i == iterations - 1:
+            begin_with(in_line(moved, arch=arch, memory=memory))
         found = assign | {"flag": 0 if i else flag}
         run(f"kmeans_assign_{element}", ASSIGN_PARAMS, found, planes * tiles, PRODUCT_SMEM)
         run("kmeans_order", ORDER_PARAMS, sort, planes, order_smem)
         average(mean)
     return Sorted(order, sizes, moved)
+
+
+def in_line(centroids: Any, *, arch: str, memory: list[Any]) -> Any:
+    """Centroids by rising projection on the direction in which they spread most.
+
+    Args:
+        centroids: (batch, heads, clusters, d) float32 CuPy array, C-contiguous; d is 256 at most.
+        arch: architecture of the device, which is current.
+        memory: takes what a captured launch uses.
+
+    Returns:
+        The same rows of each head in that order, in another array.
+    """
+    batch, heads, clusters, d = centroids.shape
+    ordered = new(centroids.shape, np.float32, memory)
+    params = {
+        "centroids": centroids.data.ptr,
+        "ordered": ordered.data.ptr,
+        "clusters": clusters,
+        "channels": d,
+    }
+    config = builder(arch, "kmeans_line")
+    kernel = launch.load(config, centroids.device.id)
+    packed = (launch.packed_struct(LINE_PARAMS, params),)
+    smem = 4 * (_LINE_CHANNELS * (config.warps + 1) + clusters)
+    kernel((batch * heads,), (32 * config.warps,), packed, shared_mem=smem)
+    return ordered

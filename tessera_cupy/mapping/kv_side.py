@@ -1,27 +1,33 @@
 """The KV side of mapping: a tile's KV blocks, cut into fragments and laid out in steps.
 
-Pack writes fragments one after another, those with token bits last. Retain and split pad each
-block's fragments to whole steps. Merge gives neighbouring blocks fixed places in one step, whether
+Pack writes fragments one after another, those with token bits last. Neighbouring ragged blocks that
+the same rows attend to are one run before pack cuts them, and short fragments come behind whole
+ones, so that few steps have a column to mask. Retain and split pad each block's fragments to whole
+steps. Merge gives neighbouring blocks fixed places in one step, whether
 the tile needs them or not. Gather does not come here: it has no blocks
 (:mod:`tessera_cupy.mapping.gather`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tessera_cupy.mapping.bits import Refined, recut, words_of
-from tessera_cupy.mapping.q_side import TileLists, exclusive_sum, per_head
+from tessera_cupy.mapping.q_side import TileLists, consecutive, exclusive_sum, per_head
 from tessera_cupy.mapping.tiles import Tiles, TileShape
 
 if TYPE_CHECKING:
     from tessera_cupy.masks.block_mask import BlockMask
 
 KvSide = Literal["retain", "merge", "split", "pack", "gather"]
+
+#: Ragged blocks that a run may join: it ends where a word of a mask's bitmap does, so that on a GPU
+#: each thread finds the runs of its own word.
+RUN_BLOCKS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +53,14 @@ def lay_out(mask: BlockMask, lists: TileLists, side: KvSide, shape: TileShape) -
         offsets, fragments = _merged(mask, lists, refined, shape, most)
     else:
         uniform = mask.kv_block_sizes is None
+        if side == "pack" and not uniform:
+            lists, start, width, refined = _joined(lists, start, width, refined)
         fragments = _cut(lists, start, width, refined, shape.slot, most, uniform)
         if side == "pack":
             offsets = _firsts(fragments.counts, lists.offsets)
-            if refined is not None:
-                fragments = _bits_last(fragments, offsets)
+            if refined is not None or not uniform:
+                short = None if uniform else fragments.length < shape.slot
+                fragments = _plain_first(fragments, offsets, short)
         else:
             offsets, fragments = _padded(fragments, lists.offsets, shape.fragments)
     bits = np.empty((0, shape.q, words_of(shape.slot)), np.uint32)
@@ -91,6 +100,37 @@ def _extents(mask: BlockMask, lists: TileLists) -> tuple[NDArray[np.int32], NDAr
     start = starts[:, :-1].reshape(-1)[flat].astype(np.int32)
     width = np.diff(starts, axis=-1).reshape(-1)[flat].astype(np.int32)
     return start, width
+
+
+def _joined(
+    lists: TileLists,
+    start: NDArray[np.int32],
+    width: NDArray[np.int32],
+    refined: Refined | None,
+) -> tuple[TileLists, NDArray[np.int32], NDArray[np.int32], Refined | None]:
+    """Runs of neighbouring blocks with the same members and no token bits, as entries."""
+    columns, members = lists.columns, lists.members
+    opens = np.ones(len(columns), bool)
+    opens[1:] = (columns[1:] != columns[:-1] + 1) | (members[1:] != members[:-1])
+    opens |= columns % RUN_BLOCKS == 0
+    opens[lists.offsets[:-1][np.diff(lists.offsets) > 0]] = True
+    if refined is not None:
+        opens[refined.entry] = True
+        behind = refined.entry + 1
+        opens[behind[behind < len(opens)]] = True
+    run = exclusive_sum(opens)
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:], len(opens))[: len(first)] - 1
+    if refined is not None:
+        refined = replace(refined, entry=run[refined.entry])
+    lists = replace(
+        lists,
+        offsets=run[lists.offsets],
+        columns=columns[first],
+        members=members[first],
+        token_blocks=None,
+    )
+    return lists, start[first], start[last] + width[last] - start[first], refined
 
 
 def _firsts(counts: NDArray[np.int64] | int, entry: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -149,10 +189,25 @@ def _cut(
     return _Fragments(counts, frag_start, length, members, bits)
 
 
-def _bits_last(fragments: _Fragments, offsets: NDArray[np.int64]) -> _Fragments:
-    """Each list's fragments without token bits first, so that few steps apply bits."""
-    tile = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    order = np.lexsort((fragments.bits >= 0, tile))
+def _plain_first(
+    fragments: _Fragments, offsets: NDArray[np.int64], short: NDArray[np.bool_] | None
+) -> _Fragments:
+    """Each list's fragments with token bits last and short ones before those, by falling KV row.
+
+    So few steps apply bits or mask columns. On a GPU whole fragments rise from the first place of a
+    list and short ones fall from the last.
+    """
+    with_bits = fragments.bits >= 0
+    short = np.zeros_like(with_bits) if short is None else short & ~with_bits
+    order = np.empty(len(with_bits), np.int64)
+    begin = offsets[:-1]
+    for of_kind in (~with_bits & ~short, short, with_bits):
+        counts = np.diff(exclusive_sum(of_kind)[offsets])
+        place = consecutive(counts, begin)
+        if of_kind is short:
+            place = np.repeat(2 * begin + counts - 1, counts) - place
+        order[place] = np.flatnonzero(of_kind)
+        begin = begin + counts
     return _Fragments(
         1,
         fragments.start[order],

@@ -92,7 +92,8 @@ def choose_slot(mask: BlockMask, tile_kv: int) -> int:
     Uniform KV blocks take the largest power of two, at least 8, that divides both the
     block and ``tile_kv``. Ragged blocks take the largest one that pads the blocks, all
     together, to at most 1/32 more columns than fragments of 8 would: fewer fragments
-    cost less to fetch, and a few odd blocks at the edges do not force the smallest. Of
+    cost less to fetch, and a few odd blocks at the edges do not force the smallest. That
+    neighbours are cut as one, where the same rows attend to them, is not counted. Of
     ragged blocks whose sizes are in GPU memory only the nominal size is known: they take a
     quarter of it, or up to 16 columns of blocks of 32, rounded down to a power of two.
 
@@ -211,7 +212,9 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
     Every active (query, key) pair of the mask is in exactly one (tile, fragment), and no
     inactive pair is in any; every query row is in exactly one tile. Fragments of a tile
     ascend by KV row, with pack first those without token bits, with gather first those that are
-    not gathered, with share and regroup inside each of their classes. Heads and batches that the
+    not gathered, with share and regroup inside each of their classes. Pack cuts neighbouring ragged
+    blocks with the same members as one, and writes those of its fragments that are not whole
+    behind the others, by falling KV row. Heads and batches that the
     mask broadcasts stay broadcast.
 
     Args:

@@ -28,8 +28,8 @@ _CHUNK = 1 << 16
 def share(tiles: Tiles) -> Tiles:
     """Reorder packed lists so that a step belongs to both halves of the tile or to one.
 
-    Fragments keep ascending KV rows inside a class, but for the last ones of a half that fill
-    the steps of both; each class is padded to whole steps.
+    Fragments keep their order inside a class, but for the last ones of a half that fill the steps
+    of both; each class is padded to whole steps.
 
     Args:
         tiles: merged on the query side and packed on the KV side.

@@ -7,7 +7,8 @@ and ``n[j]`` keys in cluster ``j``,
 
 and each row keeps the fewest clusters, by falling ``p``, whose sum reaches ``top_p``, at least the
 share ``min_kc_ratio`` of all. Blocks are the clusters, cut into pieces of a size that the kernels
-take, so that on a GPU the sizes need not come to the host.
+take, so that on a GPU the sizes need not come to the host. A selection from scratch numbers the
+clusters along a line (:mod:`tessera_cupy.sparsifiers.clusters`), so that a row keeps runs of them.
 
 Source: SVG2, arXiv 2505.18875, and its code: 300 clusters of queries (100 to 400 are published)
 and 1,000 of keys, top-p 0.9, at least 10%; 50 iterations from scratch, and 2 from the centroids of
@@ -33,9 +34,11 @@ NEXT_ITERATIONS = 2
 
 #: Tokens of a piece of queries.
 QUERY_PIECE = 64
-# Tokens that pieces of keys may have, and how much of them keys must fill on average.
-_KEY_PIECES = (64, 32, 16)
-_LEAST_FILL = 0.75
+#: Tokens of a piece of keys. Kept pieces that follow each other are cut as one, so a piece need not
+#: be as small as a fragment; larger ones make fewer columns to plan. But of sizes in GPU memory the
+#: fragment is a quarter of a piece, rounded down to a power of two, and fragments of 16 columns are
+#: filled best: this is the largest multiple of 16 that takes them.
+KEY_PIECE = 112
 
 
 def select(
@@ -64,8 +67,7 @@ def select(
         iterations: of k-means; None means 50, and 2 with ``centroids``.
         centroids: of the queries and the keys, (batch, heads, clusters, d) each, to begin with:
             ``notes["centroids"]`` of the selection of an earlier step.
-        piece: most (queries, keys) of a block; None means 64 queries, and of 64, 32 and 16 keys
-            the most that keys fill well.
+        piece: most (queries, keys) of a block; None means 64 queries and 112 keys.
 
     Returns:
         A selection whose mask has a batch and head axis like ``q``'s and ragged blocks, and whose
@@ -97,7 +99,7 @@ def select(
     keys = kmeans(
         k, k_clusters, grid, iterations=iterations, centroids=k_begin, argument="k_clusters"
     )
-    q_piece, k_piece = piece or (QUERY_PIECE, key_piece(grid.video_tokens, k_clusters))
+    q_piece, k_piece = piece or (QUERY_PIECE, KEY_PIECE)
     q_cut, k_cut = (
         pieces(
             found.sizes, clusters, most, room(grid.tokens, int(found.sizes.shape[2]), most)
@@ -124,17 +126,3 @@ def select(
     heads = (q.shape[0], q.shape[1])
     q_orders, kv_orders = (TokenOrders.of_heads(found.order, heads) for found in (queries, keys))
     return Selection(mask, q_orders, notes, kv_orders)
-
-
-def key_piece(tokens: int, clusters: int) -> int:
-    """Keys of a piece: the most of 64, 32 and 16 that clusters of any sizes fill to three quarters.
-
-    A cluster of ``s`` keys leaves half a piece empty on average, so that ``s / (s + piece / 2)``
-    of its pieces are keys.
-
-    >>> key_piece(75_600, 1000), key_piece(115_200, 1000)
-    (32, 64)
-    """
-    mean = tokens / clusters
-    filled = [piece for piece in _KEY_PIECES if mean / (mean + piece / 2) >= _LEAST_FILL]
-    return filled[0] if filled else _KEY_PIECES[-1]

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from tessera_cupy.kernels import kmeans
+from tessera_cupy.sparsifiers.clusters import kmeans as on_host
+from tessera_cupy.video import VideoGrid
 from tests.emulator.emulator import compiler
 from tests.emulator.gpu import EmulatedGpu
 
@@ -30,6 +32,20 @@ def lloyd(x: Any, centroids: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
         if (labels == c).any():
             moved[c] = x[labels == c].mean(axis=0)
     return labels, moved
+
+
+def line(centroids: np.ndarray) -> list[int]:
+    """Places on the direction of eight turns of a power iteration, by loops."""
+    wide = centroids.astype(np.float64) - centroids.astype(np.float64).mean(axis=0)
+    direction = np.array(
+        [((i + 1) * 2654435769 % 2**32 // 2**8) / 2**23 - 1 for i in range(wide.shape[1])]
+    )
+    for _ in range(8):
+        direction = sum((row @ direction) * row for row in wide)
+        if direction.any():
+            direction = direction / np.linalg.norm(direction)
+    places = [float(row @ direction) for row in wide]
+    return sorted(range(len(places)), key=places.__getitem__)
 
 
 def run(folder: Path, x: Any, centroids: Any, iterations: int, seed: int, **places: Any) -> Any:
@@ -154,6 +170,7 @@ def test_as_many_labels_as_there_is_room_for(folder: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize("start", [0, 7])
 def test_it_begins_with_tokens_at_even_distances(folder: Path, start: int) -> None:
+    """And one iteration is the last one, which begins in the order of the line."""
     rng = np.random.default_rng(10)
     x = rng.standard_normal((2, 1, 107, 8)).astype(np.float16)
     gpu = EmulatedGpu(folder, 10)
@@ -161,6 +178,7 @@ def test_it_begins_with_tokens_at_even_distances(folder: Path, start: int) -> No
         made = kmeans.kmeans(gpu.array(x), 6, 1, start=start, tokens=100, arch="sm_90a", memory=[])
         chosen = [start + at for at in (0, 16, 33, 50, 66, 83)]
         begun = x[:, :, chosen].astype(np.float32)
+        begun = np.stack([[c[line(c)] for c in heads] for heads in begun])
         given = gpu.array(begun)
         same = kmeans.kmeans(
             gpu.array(x), 6, 1, centroids=given, start=start, tokens=100, arch="sm_90a", memory=[]
@@ -168,3 +186,57 @@ def test_it_begins_with_tokens_at_even_distances(folder: Path, start: int) -> No
         for a, b in zip(made, same, strict=True):
             assert a.get().tobytes() == b.get().tobytes()
         assert given.get().tobytes() == begun.tobytes()
+
+
+@needs_compiler
+@pytest.mark.parametrize("start", [0, 5])
+def test_from_scratch_as_on_the_host(folder: Path, start: int) -> None:
+    """Groups of tokens far apart, so that rounding moves none, in the same order."""
+    rng = np.random.default_rng(11)
+    groups = np.roll(np.arange(305) * 20 // 300, start) % 20
+    centres = rng.standard_normal((1, 3, 20, 40)) * 4
+    x = centres[:, :, groups] + 0.1 * rng.standard_normal((1, 3, 305, 40))
+    x = x.astype(np.float16)
+    grid = VideoGrid(3, 10, 10, text_tokens=5, text_first=start > 0)
+    expected = on_host(x, 20, grid, iterations=3)
+    gpu = EmulatedGpu(folder, 11)
+    with gpu.here():
+        made = kmeans.kmeans(gpu.array(x), 20, 3, start=start, tokens=300, arch="sm_90a", memory=[])
+        order, sizes, moved = (array.get() for array in made)
+    assert (order == expected.order).all()
+    assert (sizes == expected.sizes).all()
+    assert moved == pytest.approx(expected.centroids, rel=1e-4, abs=1e-4)
+
+
+def in_order(folder: Path, centroids: np.ndarray, seed: int) -> np.ndarray:
+    """``kmeans_line`` of (heads, clusters, channels)."""
+    gpu = EmulatedGpu(folder, seed)
+    with gpu.here():
+        made: np.ndarray = kmeans.in_line(
+            gpu.array(centroids[None]), arch="sm_90a", memory=[]
+        ).get()
+    return made[0]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("clusters", "channels"), [(1, 8), (2, 8), (33, 40), (140, 128), (kmeans.MOST_LABELS - 1, 256)]
+)
+def test_centroids_in_the_order_of_a_line(folder: Path, clusters: int, channels: int) -> None:
+    rng = np.random.default_rng(clusters)
+    centroids = rng.standard_normal((2, clusters, channels)).astype(np.float32)
+    centroids[:, 5:9] = centroids[:, 4:5]  # equals keep their order
+    made = in_order(folder, centroids, clusters)
+    for head in range(2):
+        assert (made[head] == centroids[head][line(centroids[head])]).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [0.0, 1.0, np.nan, np.inf, 1e38])
+def test_without_a_direction_the_order_stays(folder: Path, value: float) -> None:
+    """Alike centroids, and what is no number: the same rows, none lost."""
+    centroids = np.full((1, 40, 16), value, np.float32)
+    assert in_order(folder, centroids, 3).tobytes() == centroids.tobytes()
+    centroids[0, :7] = np.arange(7)[:, None]
+    made = in_order(folder, centroids, 4)
+    assert sorted(map(bytes, made[0])) == sorted(map(bytes, centroids[0]))

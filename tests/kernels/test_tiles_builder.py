@@ -433,6 +433,31 @@ def test_ragged_blocks(run: Runner, kind: Any, sides: str) -> None:
     assert served == {"retain", "split", "share", *merged}
 
 
+def in_runs(rng: np.random.Generator, heads: int, nq: int, nk: int) -> Blocks:
+    """Rows of runs of blocks; each second row is nearly the row before it."""
+    blocks = np.repeat(rng.random((heads, -(-nq // 2), 1, nk)) < 0.15, 2, axis=2)
+    blocks = np.logical_xor.accumulate(blocks, axis=-1)
+    blocks ^= rng.random(blocks.shape) < 0.05
+    return blocks.reshape(heads, -1, nk)[:, :nq]
+
+
+@pytest.mark.parametrize("nk", [33, 1100])
+@pytest.mark.parametrize("sides", ["kv", "q and kv"])
+def test_runs_of_ragged_blocks(run: Runner, sides: str, nk: int) -> None:
+    """More than 32 words of the bitmap; tiles of a part of a query block, of one and of two."""
+    rng = np.random.default_rng(nk)
+    mask = ragged(in_runs(rng, 2, 9, nk), rng, random_sizes, 1 if nk > 33 else 8, sides)
+    blocks = mask.to_dense()[0]
+    served: set[tuple[str, int]] = set()
+    for q_side in Q_SIDES:
+        for tile in ((32, 64), (64, 64), (128, 192)):
+            for slot in (8, 16, 64):
+                if why_not(Mapping(q_side, "pack"), mask, *tile) is None:
+                    check(run, Request(mask, q_side, tile, slot=slot), blocks)
+                    served.add((q_side, tile[0]))
+    assert {("retain", 64), ("split", 32), ("share", 128)} <= served
+
+
 @pytest.mark.parametrize("nominal", [64, 48, 36])
 def test_halves_of_any_size(run: Runner, nominal: int) -> None:
     """Per head, absent ones among them, of an odd number; a tile has two, also where three fit."""

@@ -176,12 +176,85 @@ def test_ragged_blocks_follow_each_head():
     assert tiles.tile_head.tolist() == [0, 0, 1]
     assert tiles.tile_q.tolist() == [[0, 16], [16, 8], [0, 24]]
     assert lists(tiles) == [
-        [(0, 10, 3), (10, 16, 3), (26, 4, 3)],
-        [(0, 10, 1), (10, 16, 1), (26, 4, 1)],
+        [(0, 16, 3), (16, 14, 3)],
+        [(0, 16, 1), (16, 14, 1)],
         [(0, 16, 7), (16, 14, 7)],
     ]
     # A step holds one fragment, so 24 x 16 pairs each; all 2 x 24 x 30 pairs are active.
-    assert useful_fraction(tiles, mask) == 1440 / (8 * 24 * 16)
+    assert useful_fraction(tiles, mask) == 1440 / (6 * 24 * 16)
+    # Retain keeps blocks apart.
+    tiles = map_mask(mask, Mapping("retain", "split"), 24, 16, slot=16)
+    assert lists(tiles)[0] == [(0, 10, 3), (10, 16, 3), (26, 4, 3)]
+
+
+def test_neighbouring_ragged_blocks_are_cut_as_one_and_short_fragments_come_last():
+    # Keys 0 to 29, then 35 to 74 beside an absent block that ends the run, then 80 to 89.
+    mask = BlockMask.from_dense(
+        [[1, 1, 0, 1, 1, 0, 1, 0, 1]], (16, 40), kv_block_sizes=[10, 20, 5, 30, 10, 0, 5, 0, 10]
+    )
+    assert lists(map_mask(mask, Mapping("retain", "pack"), 16, 32, slot=16)) == [
+        [
+            *[(0, 16, 3), (35, 16, 3), (51, 16, 3)],
+            *[(80, 10, 3), (75, 5, 3), (67, 8, 3), (16, 14, 3)],
+        ]
+    ]
+
+
+def test_a_run_has_the_same_members_all_along():
+    # Keys 0 to 19 are of both query blocks, 20 to 29 of the first, 30 to 64 of the second, and the
+    # others of both.
+    mask = BlockMask.from_dense(
+        [[1, 1, 1, 0, 0, 1], [1, 1, 0, 1, 1, 1]],
+        (8, 20),
+        q_block_sizes=[8, 8],
+        kv_block_sizes=[12, 8, 10, 15, 20, 5],
+    )
+    merged = map_mask(mask, Mapping("merge", "pack"), 16, 32, slot=8)
+    assert lists(merged) == [
+        [
+            *[(0, 8, 3), (8, 8, 3), (20, 8, 1), *[(s, 8, 2) for s in (30, 38, 46, 54)]],
+            *[(65, 5, 3), (62, 3, 2), (28, 2, 1), (16, 4, 3)],
+        ]
+    ]
+    # In steps of two: those of both, then those of a half in turns.
+    shared = map_mask(mask, Mapping("share", "pack"), 16, 16, slot=8)
+    assert lists(shared) == [
+        [
+            *[(0, 8, 3), (8, 8, 3)],
+            *[(65, 5, 3), (16, 4, 3)],
+            *[(20, 8, 1), (28, 2, 1)],
+            *[(30, 8, 2), (38, 8, 2)],
+            *[(46, 8, 2), (54, 8, 2)],
+            *[(62, 3, 2), (0, 0, 0)],
+        ]
+    ]
+
+
+def test_a_run_ends_with_each_32_blocks():
+    # Keys 0 to 96, and from there on 3; as one run they would be 100 keys, the last 4 short.
+    mask = BlockMask.from_dense(np.ones((1, 33), bool), (16, 16), kv_block_sizes=[4, *[3] * 32])
+    tiles = map_mask(mask, Mapping("retain", "pack"), 16, 32, slot=16)
+    assert lists(tiles) == [[*[(16 * i, 16, 3) for i in range(6)], (97, 3, 3), (96, 1, 3)]]
+
+
+def test_a_block_with_token_bits_is_no_part_of_a_run():
+    # Of the third block, keys 20 to 29, row 3 sees the key 22 alone.
+    bits = np.zeros((1, 8, 1), np.uint32)
+    bits[0, 3] = 1 << 2
+    mask = BlockMask.from_csr(
+        [0, 5],
+        [0, 1, 2, 3, 4],
+        (1, 5),
+        (8, 16),
+        q_block_sizes=[8],
+        kv_block_sizes=[10, 10, 10, 4, 9],
+        partial=[-1, -1, 0, -1, -1],
+        token_bits=bits,
+    )
+    tiles = map_mask(mask, Mapping("retain", "pack"), 8, 16, slot=16)
+    assert lists(tiles) == [[(0, 16, 1), (30, 13, 1), (16, 4, 1), (20, 10, 1)]]
+    assert tiles.frag_bits.tolist() == [-1, -1, -1, 0]
+    assert tiles.bits[0, :, 0].tolist() == [0, 0, 0, 4, 0, 0, 0, 0]
 
 
 def test_ragged_merge_takes_as_many_blocks_as_fit_at_the_largest():

@@ -153,7 +153,18 @@ def check_rows(tiles, sq):
     assert (ends[closes] == sq).all()
 
 
-def check_fragments(tiles, skv, *, packed, in_order=True):
+def written(tiles, *, ragged):
+    """Keys by which packed fragments of a tile, or of a class of it, ascend.
+
+    Those with token bits come last; of ragged blocks short ones before them, by falling KV row.
+    """
+    start = tiles.frag_start.astype(np.int64)
+    bits = tiles.frag_bits >= 0
+    short = (tiles.frag_len < tiles.shape.slot) & ~bits & ragged
+    return 2**33 * (2 * bits + short) + np.where(short, -start, start)
+
+
+def check_fragments(tiles, skv, *, packed, ragged, in_order=True):
     tile, _, real = fragments_of(tiles)
     start, length = tiles.frag_start.astype(np.int64), tiles.frag_len
     assert ((length >= 0) & (length <= tiles.shape.slot)).all()
@@ -166,13 +177,10 @@ def check_fragments(tiles, skv, *, packed, in_order=True):
     groups = np.arange(tiles.shape.groups)
     there = tiles.exists(tile[:, None], 8 * groups)
     assert not ((tiles.frag_members[:, None] >> groups.astype(np.uint32) & 1 == 1) & ~there).any()
-    # Fragments with members do not overlap, and ascend by KV row, packed ones first those without
-    # bits.
-    bits = (tiles.frag_bits >= 0) & packed
-    t, s, e, b = tile[real], start[real], (start + length)[real], bits[real]
-    same = (t[1:] == t[:-1]) & (b[1:] == b[:-1]) & in_order
-    assert (s[1:][same] >= e[:-1][same]).all()
-    assert (b[1:] >= b[:-1])[(t[1:] == t[:-1]) & in_order].all()
+    # Fragments with members do not overlap, and ascend by KV row, packed ones kind by kind.
+    t, s, e = tile[real], start[real], (start + length)[real]
+    key = written(tiles, ragged=ragged)[real] if packed else s
+    assert (np.diff(key) > 0)[(t[1:] == t[:-1]) & in_order].all()
     order = np.lexsort((s, t))
     t, s, e = t[order], s[order], e[order]
     assert (s[1:] >= e[:-1])[t[1:] == t[:-1]].all()
@@ -206,7 +214,7 @@ def wanted_blocks(tiles, tokens, starts):
     return np.array(out, bool).reshape(len(tiles), starts.shape[1] - 1)
 
 
-def check_classes(tiles):
+def check_classes(tiles, *, ragged):
     """Steps of both halves come first, then those of one; fillers cost neither half a step."""
     tile, step, real = fragments_of(tiles)
     half = tiles.shape.groups // 2
@@ -215,8 +223,7 @@ def check_classes(tiles):
     for t in range(len(tiles)):
         mine = (tile == t) & real
         kinds, steps = kind[mine], step[mine]
-        # Fragments with token bits come last.
-        starts = tiles.frag_start[mine] + 2**32 * (tiles.frag_bits[mine] >= 0).astype(np.int64)
+        keys = written(tiles, ragged=ragged)[mine]
         of_step = np.zeros(tiles.steps[t], int)
         np.bitwise_or.at(of_step, steps, kinds)
         assert (np.diff((of_step == 3).astype(int)) <= 0).all()
@@ -229,7 +236,7 @@ def check_classes(tiles):
             (1, ~in_both),
             (2, ~in_both),
         ):
-            assert (np.diff(starts[among & (kinds == of_kind)]) > 0).all()
+            assert (np.diff(keys[among & (kinds == of_kind)]) > 0).all()
         plain = [-(-np.count_nonzero(kinds == k) // tiles.shape.fragments) for k in (1, 2, 3)]
         assert len(of_step) <= sum(plain)
         halves = np.count_nonzero(of_step & 1) + np.count_nonzero(of_step & 2)
@@ -238,7 +245,7 @@ def check_classes(tiles):
 
 def check_steps(tiles, mask, tokens, mapping):
     if mapping.q in ("share", "regroup"):
-        check_classes(tiles)
+        check_classes(tiles, ragged=mask.kv_block_sizes is not None)
         return
     kv_side = mapping.kv
     shape = tiles.shape
@@ -330,7 +337,8 @@ def test_each_active_pair_once_and_no_other(made, q, kv, data):
         check_arrays(tiles)
         check_rows(tiles, mask.shape[0])
         in_order = mapping.q not in ("share", "regroup")
-        check_fragments(tiles, mask.shape[1], packed=mapping.kv == "pack", in_order=in_order)
+        packed, ragged = mapping.kv == "pack", mask.kv_block_sizes is not None
+        check_fragments(tiles, mask.shape[1], packed=packed, ragged=ragged, in_order=in_order)
         check_bits(tiles)
         check_steps(tiles, mask, tokens, mapping)
         check_tile_count(tiles, mask, mapping.q)
@@ -363,8 +371,9 @@ def test_halves_of_any_ragged_blocks(seed, nq, q):
     assert tiles.nbytes == sum(a.nbytes for a in tiles.arrays().values())
     check_arrays(tiles)
     check_rows(tiles, mask.shape[0])
-    check_fragments(tiles, mask.shape[1], packed=True, in_order=False)
-    check_classes(tiles)
+    ragged = mask.kv_block_sizes is not None
+    check_fragments(tiles, mask.shape[1], packed=True, ragged=ragged, in_order=False)
+    check_classes(tiles, ragged=ragged)
     check_tile_count(tiles, mask, "share")
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera_cupy import reference
+from tessera_cupy import BlockMask, reference
+from tessera_cupy.mapping import choose_slot
 from tessera_cupy.sparsifiers import clusters, svg2
 from tessera_cupy.video import VideoGrid
 
@@ -117,13 +118,74 @@ def test_iterations_go_on_from_the_centroids_of_another_step() -> None:
     first = svg2.select(q, k, grid, **counts, iterations=3)
     begun = first.notes["centroids"]
     second = svg2.select(q, k, grid, **counts, centroids=begun)
-    whole = svg2.select(q, k, grid, **counts, iterations=5)
-    assert (second.orders.host() == whole.orders.host()).all()
-    for a, b in zip(second.notes["centroids"], whole.notes["centroids"], strict=True):
-        assert a.tobytes() == b.tobytes()
-    for x, found in zip((q, k), begun, strict=True):
-        count = found.shape[2]
-        assert found[0, 0] == pytest.approx(lloyd(x[0, 0], count, 3)[1], abs=1e-4)
+    for x, centroids in zip(
+        (q, k), zip(begun, second.notes["centroids"], strict=True), strict=True
+    ):
+        for found, iterations in zip(centroids, (3, 5), strict=True):
+            expected = lloyd(x[0, 0], found.shape[2], iterations)[1]
+            assert by_first(found[0, 0]) == pytest.approx(by_first(expected), abs=1e-4)
+        # Clusters keep their numbers.
+        before, after = (found[0, 0] for found in centroids)
+        assert after == pytest.approx(lloyd(x[0, 0], len(before), 2, before)[1], abs=1e-4)
+
+
+def by_first(centroids: np.ndarray) -> np.ndarray:
+    """By their first number."""
+    made: np.ndarray = centroids[np.argsort(centroids[:, 0])]
+    return made
+
+
+@pytest.mark.parametrize("d", [1, 2, 16, 128])
+def test_centroids_come_along_the_line_of_their_spread(d: int) -> None:
+    rng = np.random.default_rng(d)
+    along = rng.standard_normal(d)
+    centroids = 5 * rng.standard_normal((40, 1)) * along + 0.05 * rng.standard_normal((40, d)) + 3
+    order = clusters.line_order(centroids.astype(np.float32))
+    spread, directions = np.linalg.eigh(np.cov(centroids.T).reshape(d, d))
+    places = centroids @ directions[:, spread.argmax()]
+    assert order.tolist() in (np.argsort(places).tolist(), np.argsort(-places).tolist())
+
+
+@pytest.mark.parametrize("value", [0, 1, 7.3, -1e30])
+def test_alike_centroids_keep_their_order(value: float) -> None:
+    assert clusters.line_order(np.full((5, 16), value, np.float32)).tolist() == [0, 1, 2, 3, 4]
+    assert clusters.line_order(np.full((1, 3), value, np.float32)).tolist() == [0]
+
+
+def test_the_last_iteration_begins_in_order() -> None:
+    """Two iterations are one, and one from its centroids in order; one is from tokens in order."""
+    grid = VideoGrid(3, 10, 11)
+    x = runs(330, np.random.default_rng(10))
+    first = x[:, :, [i * 330 // 7 for i in range(7)]]
+    for iterations in (1, 2):
+        begun = first
+        if iterations == 2:
+            begun = clusters.kmeans(x, 7, grid, iterations=1, centroids=first).centroids
+        begun = np.stack([c[clusters.line_order(c)] for c in begun[0]])[None]
+        expected = clusters.kmeans(x, 7, grid, iterations=1, centroids=begun)
+        for a, b in zip(clusters.kmeans(x, 7, grid, iterations=iterations), expected, strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
+def test_rows_keep_runs_of_clusters() -> None:
+    """Of keys near a line: a third of the runs that clusters in a random order make."""
+    rng = np.random.default_rng(11)
+    q, k = (
+        (shift + rng.random((1, 1, 1024, 1))) * np.arange(-8, 8)
+        + 0.1 * rng.standard_normal((1, 1, 1024, 16))
+        for shift in (1, 0)
+    )
+    chosen = svg2.select(
+        q.astype(np.float32), k.astype(np.float32), VideoGrid(4, 16, 16), q_clusters=8,
+        k_clusters=40, top_p=0, min_kc_ratio=0.4, iterations=8, piece=(1024, 1024),
+    )  # fmt: skip
+    kept = chosen.mask.to_dense()[0, 0]
+    scattered = kept[:, rng.permutation(kept.shape[1])]
+    begins, of_scattered = (
+        np.count_nonzero(np.diff(np.pad(rows, ((0, 0), (1, 0))).astype(int), axis=1) == 1)
+        for rows in (kept, scattered)
+    )
+    assert 3 * begins < of_scattered
 
 
 def test_an_empty_cluster_keeps_its_centroid_and_has_no_block() -> None:
@@ -170,9 +232,12 @@ def test_room_suffices_for_the_worst_sizes() -> None:
         assert clusters.room(int(sizes.sum()), labels, piece) >= 3 * labels
 
 
-def test_pieces_of_keys_are_filled_well() -> None:
-    assert [svg2.key_piece(n, 1000) for n in (32_760, 57_600, 75_600, 118_800)] == [16, 32, 32, 64]
-    assert svg2.key_piece(1000, 1000) == 16
+def test_pieces_of_keys_take_fragments_of_16_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the sizes are in GPU memory; larger multiples of 16 take others."""
+    monkeypatch.setattr(BlockMask, "unread_sides", (True, True))
+    for piece, slot in ((svg2.KEY_PIECE, 16), (svg2.KEY_PIECE + 16, 32)):
+        mask = BlockMask.from_dense([[1]], (64, piece))
+        assert [choose_slot(mask, kv) for kv in (64, 128, 192)] == [slot] * 3
 
 
 class TestBadInput:
