@@ -336,11 +336,15 @@ class Plan:
             inputs = {name: interop.device_memory(operand) for name, operand in given.items()}
             check_apart(interop.device_memory(target), inputs)
         operands = {name: interop.aligned(operand) for name, operand in given.items()}
+        tensors = {name: _tensor(operand, r.layout) for name, operand in operands.items()}
+        if self.config.gather:
+            for name in ("k", "v"):
+                _check_reach(name, r.skv, tensors[name].strides[2])
         packed = launch.pack(
             self.config,
-            _tensor(operands["q"], r.layout),
-            _tensor(operands["k"], r.layout),
-            _tensor(operands["v"], r.layout),
+            tensors["q"],
+            tensors["k"],
+            tensors["v"],
             _tensor(target, r.layout),
             launch.Geometry(
                 **{name: getattr(r, name) for name in _SIZES},
@@ -385,6 +389,20 @@ def _empty(call: Call, q: Any, shape: tuple[int, ...], dtype: str) -> Any:
     import cupy
 
     return cupy.empty(shape, call.dtype if dtype == call.request.dtype else dtype)
+
+
+def _check_reach(name: str, rows: int, stride: int) -> None:
+    """Refuse a head whose rows the gathering kernels' 32-bit offsets do not reach."""
+    reach = 2 * rows * stride  # bytes; elements have two
+    if reach >= 2**32:
+        raise ValueError(
+            wrong(
+                name,
+                "rows of a head within 4 GiB, where single keys are gathered",
+                f"{rows} rows, {2 * stride} bytes apart",
+                'pass BHSD arrays with layout="BHSD"',
+            )
+        )
 
 
 def _tensor(operand: interop.Operand, layout: str) -> launch.Tensor:

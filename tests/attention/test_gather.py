@@ -11,6 +11,7 @@ import pytest
 from tessera_cupy import KeySlices, block_sparse_attention, make_plan, reference
 from tessera_cupy.gpus import arch_of
 from tessera_cupy.kernels.catalog import find
+from tessera_cupy.plan import _check_reach
 from tests.emulator.emulator import Emulator, compiler
 from tests.emulator.gpu import EmulatedGpu
 
@@ -21,6 +22,7 @@ CASES = [
     (HOPPER, 64, (130, 65), 128, 0.5, "rows"),
     (HOPPER, 128, (389, 662), 128, 0.02, "longest+split"),
     (HOPPER, 128, (302, 665), 80, 0.05, "alternate"),
+    (HOPPER, 128, (800, 230), 128, 0.2, "rows"),
     (HOPPER, 192, (410, 203), 128, 0.2, "rows"),
     (HOPPER, 192, (43, 571), 80, 0.1, "longest+split"),
     (("attend_mma", 64, 64), 64, (190, 349), 64, 0.1, "longest+split"),
@@ -53,6 +55,7 @@ def drawn(group: int, shape: tuple[int, int], density: float, heads: int = 2) ->
     for _ in range(8):
         head, of, first = (int(rng.integers(n)) for n in (heads, kept.shape[2], skv))
         kept[0, head, of, first : first + int(rng.integers(90))] = True
+    kept[0, 0, 3:] &= kept.shape[2] <= 4
     kept[0, 0, -1] &= kept.shape[2] == 1
     return KeySlices.from_groups(kept, group, shape)
 
@@ -149,3 +152,9 @@ def test_on_a_gpu(
         return_lse=True,
     )
     check(cupy.asnumpy(out), cupy.asnumpy(lse), arrays, slices)
+
+
+def test_rows_out_of_reach_are_refused() -> None:
+    _check_reach("k", 1 << 20, 2047)
+    with pytest.raises(ValueError, match=r"k must be rows of a head within 4 GiB.*4096 bytes"):
+        _check_reach("k", 1 << 20, 2048)
