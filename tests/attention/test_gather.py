@@ -156,5 +156,5 @@ def test_on_a_gpu(
 
 def test_rows_out_of_reach_are_refused() -> None:
     _check_reach("k", 1 << 20, 2047)
-    with pytest.raises(ValueError, match=r"k must be rows of a head within 4 GiB.*4096 bytes"):
+    with pytest.raises(ValueError, match=r"`k`: expected rows of a head within 4 GiB.*4096 bytes"):
         _check_reach("k", 1 << 20, 2048)
