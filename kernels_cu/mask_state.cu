@@ -20,11 +20,12 @@
 //   lists, csr     Lanes set bits of the row in shared memory with atomicOr, 8192 columns at a time
 //                  (for a longer row, the list is read again). Columns that are out of range or
 //                  come twice are left out and flagged, as are counts and offsets that do not fit.
+//                  Entries for long rows, as of single keys, take 65,536 columns at a time.
 //
 // Sums are kept a warp, then a CTA, which adds its own to the scalars and waits for nobody. All are
 // integers: no result depends on an order.
 //
-// Shared memory: 24 bytes a warp for the sums; lists and csr have 1 KB a warp for a row.
+// Shared memory: 24 bytes a warp for the sums; lists and csr have 1 KB a warp for a row, or 8 KB.
 //
 // Expected on an H200, a prediction: 4.2 TB/s from HBM, 132 SMs that issue 4 a cycle at 1.75 GHz,
 // 2.5 us of launch, first load and last sums in a chain. A dense step (1 KB of a row) is
@@ -67,20 +68,23 @@ struct MaskStateParams {
   i32 wide_bounds;  // the same of counts and offsets
 };
 
-inline constexpr int kPassWords = 256;  // of a row that is built in shared memory
-inline constexpr int kListBatch = 4;    // columns that a lane has in flight
+// Words of a row that are built in shared memory at a time, and columns that a lane has in flight.
+template <bool kLong>
+inline constexpr int kWordsOfPass = kLong ? 2048 : 256;
+template <bool kLong>
+inline constexpr int kColumnsOfLane = kLong ? 8 : 4;
 inline constexpr i64 kLongestList = 1 << 30;
 
-template <bool kListed, int kWarps>
+template <bool kListed, int kWarps, bool kLong>
 struct MaskRows {
-  u32 word[kWarps][kPassWords];
+  u32 word[kWarps][kWordsOfPass<kLong>];
 };
-template <int kWarps>
-struct MaskRows<false, kWarps> {};
+template <int kWarps, bool kLong>
+struct MaskRows<false, kWarps, kLong> {};
 
-template <MaskFormat kFormat, int kWarps>
+template <MaskFormat kFormat, int kWarps, bool kLong>
 struct MaskStateStorage
-    : MaskRows<kFormat == MaskFormat::kLists || kFormat == MaskFormat::kCsr, kWarps> {
+    : MaskRows<kFormat == MaskFormat::kLists || kFormat == MaskFormat::kCsr, kWarps, kLong> {
   MaskSums sums[kWarps];
 };
 
@@ -108,11 +112,11 @@ __device__ __forceinline__ u32 without_last(int columns) {
   return __funnelshift_rc(~0u, 0u, max(columns, 0));
 }
 
-template <MaskFormat kFormat, int kWarps>
+template <MaskFormat kFormat, int kWarps, bool kLong>
 class MaskState {
  public:
   __device__ __forceinline__ MaskState(const MaskStateParams& params,
-                                       MaskStateStorage<kFormat, kWarps>& shared)
+                                       MaskStateStorage<kFormat, kWarps, kLong>& shared)
       : p(params),
         smem(shared),
         lane(threadIdx.x & 31),
@@ -151,6 +155,8 @@ class MaskState {
  private:
   static constexpr bool kListed = kFormat == MaskFormat::kLists || kFormat == MaskFormat::kCsr;
   static constexpr bool kDense = kFormat == MaskFormat::kDense;
+  static constexpr int kPassWords = kWordsOfPass<kLong>;
+  static constexpr int kListBatch = kColumnsOfLane<kLong>;
   static constexpr int kRead = kDense ? 16 : 4;      // bytes that a lane reads at a time
   static constexpr int kStep = kDense ? 1024 : 128;  // bytes that become 32 words
 
@@ -333,7 +339,7 @@ class MaskState {
   }
 
   const MaskStateParams& p;
-  MaskStateStorage<kFormat, kWarps>& smem;
+  MaskStateStorage<kFormat, kWarps, kLong>& smem;
   const int lane;
   const int warp;
   const int words;
@@ -344,18 +350,18 @@ class MaskState {
   u32 errors = 0;  // of all rows
 };
 
-template <MaskFormat kFormat, int kWarps>
+template <MaskFormat kFormat, int kWarps, bool kLong>
 __device__ __forceinline__ void mask_state(const MaskStateParams& params) {
-  using Storage = MaskStateStorage<kFormat, kWarps>;
+  using Storage = MaskStateStorage<kFormat, kWarps, kLong>;
   extern __shared__ __align__(1024) u8 dynamic_smem[];
-  MaskState<kFormat, kWarps>(params, *reinterpret_cast<Storage*>(dynamic_smem)).run();
+  MaskState<kFormat, kWarps, kLong>(params, *reinterpret_cast<Storage*>(dynamic_smem)).run();
 }
 
 }  // namespace tessera
 
 // The one entry of a specialisation.
-#define TESSERA_MASK_STATE(FORMAT, WARPS, MIN_CTAS)                         \
+#define TESSERA_MASK_STATE(FORMAT, WARPS, MIN_CTAS, LONG)                   \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)        \
       mask_state(const __grid_constant__ tessera::MaskStateParams params) { \
-    tessera::mask_state<tessera::MaskFormat::FORMAT, WARPS>(params);        \
+    tessera::mask_state<tessera::MaskFormat::FORMAT, WARPS, LONG>(params);  \
   }

@@ -19,7 +19,6 @@ from tessera_cupy.kernels.fetch import Fetched, fetch
 
 #: Bytes of lists that are given without knowing what a mask needs.
 LIST_BYTES = 256 << 20
-FRAGMENT_BYTES = 8
 # Geometries that are remembered.
 _MOST_GEOMETRIES = 256
 # Sizes have four leading bits, so that masks much alike share a layout, and memory of the pool.
@@ -88,12 +87,13 @@ def lists_room(sizes: TileBuild, nnz: int | None) -> int:
 
     Args:
         sizes: the build.
-        nnz: active blocks of the mask, where they are known; the room then suffices.
+        nnz: active blocks of the mask, or the most that there can be, where that is known; the room
+            then suffices.
     """
     most = sizes.most_fragments
     if nnz is not None:
         return min(most, rounded(sizes.fragments_of(nnz)))
-    free = LIST_BYTES // FRAGMENT_BYTES
+    free = LIST_BYTES // sizes.fragment_bytes
     if most <= free:
         return most
     return min(most, max(free, rounded(_needs.of(_geometry(sizes)) * 3 // 2)))
