@@ -409,8 +409,8 @@ class TileBuild:
 
         Args:
             stamp: comes with the counts.
-            pointers: addresses of :data:`TILE_POINTERS`, multiples of 16; and of ``rows``, of single
-                keys.
+            pointers: addresses of :data:`TILE_POINTERS`, multiples of 16; and of ``rows``, where
+                keys are gathered.
         """
         heads_in_l2 = max(1, self.device.l2_bytes // max(1, self.kv_bytes_per_head))
         group = heads_in_l2 * (self.q_heads // self.kv_heads) * self.head_tiles

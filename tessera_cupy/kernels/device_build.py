@@ -31,11 +31,11 @@ from tessera_cupy.errors import PlanOverflowError, wrong
 from tessera_cupy.interop import Operand, contiguous, device_operand
 from tessera_cupy.kernels.arena import Arena, BuildLayout, Part, ragged_arena, state_arena
 from tessera_cupy.kernels.builders import (
+    FRAGMENT_BYTES,
     MASK_ERRORS,
     MASK_SCALARS,
     MASK_STATE_PARAMS,
     RAGGED_BLOCKS_PARAMS,
-    FRAGMENT_BYTES,
     STATE_POINTERS,
     TILE_COUNTS,
     TileBuild,

@@ -36,7 +36,9 @@ def archs_of(table):
 
 @cache
 def has_kernel(arch, plan, dtype, head_dim, bits):
-    config = find(arch, plan.kernel, dtype, head_dim, plan.tile_q, plan.tile_kv, bits)
+    gather = plan.mapping.kv == "gather"
+    sizes = (head_dim, plan.tile_q, plan.tile_kv)
+    config = find(arch, plan.kernel, dtype, *sizes, bits=bits and not gather, gather=gather)
     return config is not None
 
 
@@ -142,6 +144,7 @@ def test_every_regime_can_be_reached(name):
             "block_kv": max(1, match.block_kv.low),
             "head_dim": max(8, match.head_dim.low),
             "ragged": bool(match.ragged),
+            "slices": match.mask == "slices",
         }
         for regime in key.regimes:
             bounds = zip(("heads", "tokens", "density", "run_coverage"), regime.when, strict=True)
