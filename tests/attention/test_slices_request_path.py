@@ -1,6 +1,4 @@
-"""From key slices in GPU memory to their attention, without the host: on the CPU's emulator, and on a
-GPU.
-"""
+"""From key slices in GPU memory to their attention, without the host: emulated, and on a GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ RETAIN = plan_name(NARROW, 64, "longest+split")
 
 @pytest.fixture
 def gpu(request: Any) -> Iterator[Any]:
-    """A new emulated GPU in CuPy's place; where a test is marked for one, the GPU of the machine."""
+    """A new emulated GPU in CuPy's place, or where a test is marked for one, a real GPU."""
     if request.node.get_closest_marker("gpu"):
         import cupy
 
@@ -132,7 +130,9 @@ def test_every_format_and_mapping(
     family = form.split()[0].replace("map", "dense")
     assert gpu.launched[:4] == [f"mask_state_{family}", *BUILDERS]
     assert gpu.launched[4].endswith("_gather")
-    assert (gpu.copied, EmulatedGpu.waits) == (0, 0)
+    # A CSR may list more than there is, so that its counts come to the host; nobody waits for them.
+    assert gpu.copied <= (64 if form == "csr" else 0)
+    assert EmulatedGpu.waits == 0
     check(out.get(), lse.get(), arrays, KeySlices.from_groups(kept, group, shape))
 
 
@@ -288,8 +288,7 @@ def test_offsets_that_are_none_give_no_garbage(gpu: Any) -> None:
     slices = KeySlices.from_csr(gpu.array(ends), gpu.array(keys), 64, (150, 230))
     given = [gpu.array(x) for x in inputs((150, 230), 64, np.float16, heads=1)]
     plan = make_plan(slices, *given, regime=RETAIN)
-    out = plan.run(*given).get()
-    assert np.isnan(out).all() or np.isfinite(out).all()
+    assert np.isnan(plan.run(*given).get()).all()
     with pytest.raises(ValueError, match="count out of range"):
         plan.check()
 
@@ -339,7 +338,7 @@ def test_groups_of_16_rows_run_as_blocks_that_the_host_makes(gpu: Any) -> None:
 
 @needs_compiler
 def test_a_mask_of_such_blocks_is_no_slices(gpu: Any) -> None:
-    """Blocks of a group by 16 keys, over arrays too: nothing that is kept of one serves the other."""
+    """Blocks of a group by 16 keys, over arrays too: what is kept of one serves no other."""
     shape = (150, 240)
     kept = drawn(64, shape, 0.3, (1, 2))
     blocks = kept[..., :15]

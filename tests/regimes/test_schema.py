@@ -314,4 +314,5 @@ def test_features_have_the_fields_that_the_schema_matches():
     # A feature without a place in the schema could never be decided by.
     known = {"block_q", "block_kv", "ragged", "token_bits", "dtype", "head_dim", "layout"}
     known |= {"heads", "tokens", "density", "run_coverage"}
+    known |= {"slices"}  # as `mask: slices`
     assert set(Features.__dataclass_fields__) == known
