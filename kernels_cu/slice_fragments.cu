@@ -1,9 +1,9 @@
 // The records of the tasks, and every tile's list where the columns of the bitmap are single keys:
 // what tile_fragments.cu writes of blocks. All fragments are gathered: a class's keys, ascending,
-// are cut every `slot` keys, and fragment f of all lists has its keys at rows[f * slot], so that no
-// sum over the tiles says where. Runs of neighbouring keys are gathered too; mapping/gather.py,
-// which has the time, makes blocks of long ones. The parts of a split group have the first part's
-// keys.
+// are cut every `slot` keys. The keys of the tile whose list begins at fragment f begin at
+// rows[f * slot], class after class, each at a multiple of `slot`, so that no other sum over the
+// tiles is needed. Runs of neighbouring keys are gathered too; mapping/gather.py makes blocks of
+// long ones. The parts of a split group have the first part's keys.
 //
 // A warp a tile: a lane takes a word of the bitmap, a warp the keys of its 32 words class by class.
 // grid = CTAs for all tasks that there is room for, then CTAs for all tiles; what does not fit an
@@ -11,9 +11,9 @@
 //
 // Shared memory: 2 KB a warp for the keys of 32 words of the bitmap.
 //
-// Expected on an H200, a prediction: of groups of 128 rows of 57,600 tokens, 8 heads, density 0.1,
-// 26 MB of bitmap from L2, 83 MB of keys written, 57 rounds of 250 instructions a warp: 25 to 30
-// us.
+// Expected on an H200, a prediction: 57,600 tokens, 8 heads, density 0.1, so 27 tiles a
+// multiprocessor of 57 rounds each. Retain, groups of 128: 220 instructions a round, 83 MB of keys:
+// 60 us. Share, groups of 64: 400 a round and 158 MB: 110 us.
 #pragma once
 
 #include "common/tile_lists.cuh"
@@ -34,22 +34,24 @@ __device__ __forceinline__ void write_keys(const TilesParams& p, int tile, u16* 
                           : room < 0x7fffffff ? static_cast<i32>(room)
                                               : 0x7fffffff,
                           p.per_step, p.by_per_step};
-  // The part of its group, whose first part has the keys.
+  // The part of its group, whose first part has the keys: those of a class behind another's.
   const int index = tile - tile / p.by_head_tiles * p.head_tiles;
   const int part = index - index / p.by_parts * p.parts;
   const i64 first_key = p.frag_offsets[tile - part] * p.slot;
-  auto place_of = [&](int of, int i) { return writer.place(list, of != 0, of == 2, i); };
+  const int begin_of[3] = {0, fragments.both * p.slot, (fragments.both + fragments.first) * p.slot};
   const u32 of_block = block_members<false>(p, rows, 0);
   const u32 of_next = rows.blocks > 1 ? block_members<false>(p, rows, 1) : 0;
-#pragma unroll 1
+#pragma unroll
   for (int of = 0; of < 3; ++of) {
+    if (of > 0 && !p.share) break;
     const u32 members = of == 0 ? of_block | of_next : of == 1 ? of_block : of_next;
     const int count = of == 0 ? keys.both : of == 1 ? keys.first : keys.second;
 #pragma unroll 1
     for (int i = lane; i * p.slot < count; i += 32) {
-      const int place = place_of(of, i);
-      const u32 length = min(p.slot, count - i * p.slot);
-      writer.put(place, static_cast<u32>(first_key + place * p.slot),
+      const int key = i * p.slot;
+      const u32 length = min(p.slot, count - key);
+      writer.put(writer.place(list, of > 0, of == 2, i),
+                 static_cast<u32>(first_key + begin_of[of] + key),
                  length << 24 | kGathered | members);
     }
   }
@@ -57,39 +59,31 @@ __device__ __forceinline__ void write_keys(const TilesParams& p, int tile, u16* 
   if (part != 0) return;
 
   i32* const keys_of_tile = p.rows + first_key;
-  int before[3] = {0, 0, 0};  // keys of each class so far
+  // All of a tile's keys have room, or none.
+  if (writer.room < p.tile_frags[tile]) return;
+  int next[3] = {begin_of[0], begin_of[1], begin_of[2]};
 #pragma unroll 1
   for (int base = 0; base < p.words; base += 32) {
     const ClassWords words = key_words(p, rows, bitmap, base + lane);
-    const int counts = __popc(words.both) | __popc(words.first) << 16;
-    const int upto = warp_scan(counts);
-    const int second_upto = warp_scan(__popc(words.second));
-    const int totals = __shfl_sync(kAllLanes, upto, 31);
-    const int both_here = totals & 0xffff;
-    const int halves_begin = both_here + (totals >> 16);
-    const int here = halves_begin + __shfl_sync(kAllLanes, second_upto, 31);
-    const int own = upto - counts;
-    append_bits(entries + (own & 0xffff), words.both, lane * 32);
-    append_bits(entries + both_here + (own >> 16), words.first, lane * 32);
-    append_bits(entries + halves_begin + second_upto - __popc(words.second), words.second,
-                lane * 32);
-    __syncwarp();
+    const u32 of_class[3] = {words.both, words.first, words.second};
+    // Counts of 11 bits. The last sum of the third may be 1024, which is taken apart below.
+    const u32 own = __popc(words.both) | __popc(words.first) << 11 | __popc(words.second) << 22;
+    const u32 before = warp_scan(own) - own;
+    const u32 last_before = __shfl_sync(kAllLanes, before, 31);
+    const u32 last_own = __shfl_sync(kAllLanes, own, 31);
+#pragma unroll
+    for (int of = 0; of < 3; ++of) {
+      if (of > 0 && !p.share) break;
+      auto field = [&](u32 counts) { return static_cast<int>(counts >> (11 * of) & 0x7ff); };
+      append_bits(entries + field(before), of_class[of], lane * 32);
+      __syncwarp();
+      const int here = field(last_before) + field(last_own);
+      i32* const to = keys_of_tile + next[of];
 #pragma unroll 1
-    for (int k = lane; k < here; k += 32) {
-      const int of = k >= halves_begin ? 2 : k >= both_here ? 1 : 0;
-      const int rank = k + (of == 2   ? before[2] - halves_begin
-                            : of == 1 ? before[1] - both_here
-                                      : before[0]);
-      const int i = rank / p.by_slot;
-      const int place = place_of(of, i);
-      if (place < writer.room) {
-        keys_of_tile[static_cast<i64>(place) * p.slot + rank - i * p.slot] = base * 32 + entries[k];
-      }
+      for (int i = lane; i < here; i += 32) to[i] = base * 32 + entries[i];
+      __syncwarp();
+      next[of] += here;
     }
-    __syncwarp();
-    before[0] += both_here;
-    before[1] += totals >> 16;
-    before[2] += here - halves_begin;
   }
 }
 

@@ -16,7 +16,9 @@
 // many tiles as the largest blocks need, and those that have no rows have no task either. This is
 // for entries of their own (kRagged): those of uniform blocks do not even look.
 //
-// Three kernels, each launched once, with sizes that follow from the geometry alone:
+// Three kernels, each launched once, with sizes that follow from the geometry alone; where the
+// columns are single keys, which are gathered, slice_counts and slice_fragments take the place of
+// the first and the last:
 //   tile_counts     a warp a tile: fragments of each class, length and steps of the list.
 //   tile_scan       one CTA: where each list begins; tasks in launch order (longest first inside
 //                   each group of heads, split, last round), merge arrays, counts.

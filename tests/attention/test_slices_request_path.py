@@ -152,6 +152,21 @@ def test_from_empty_to_full(
 
 
 @needs_compiler
+@pytest.mark.parametrize("even", [True, False])
+def test_halves_of_which_one_alone_has_keys(gpu: Any, even: bool) -> None:
+    """More keys of a class than ten bits count, in 32 words of the bitmap."""
+    shape = (320, 1100)
+    kept = np.zeros((1, 2, 5, 1100), bool)
+    kept[:, :, (0 if even else 1) :: 2] = True
+    arrays = inputs(shape, 64, np.float16)
+    slices = slices_of(gpu, kept, "map", 64, shape)
+    given = [gpu.array(x) for x in arrays]
+    regime = plan_name(HOPPER, 64, "longest+split")
+    out, lse = block_sparse_attention(*given, slices, regime=regime, return_lse=True)
+    check(out.get(), lse.get(), arrays, KeySlices.from_groups(kept, 64, shape))
+
+
+@needs_compiler
 @pytest.mark.parametrize("skv", [8193, 65_600])
 @pytest.mark.parametrize("form", ["lists in any order", "csr"])
 def test_rows_that_are_longer_than_one_pass(gpu: Any, form: str, skv: int) -> None:

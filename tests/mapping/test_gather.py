@@ -384,7 +384,7 @@ def test_slices_alone_are_gathered() -> None:
 def test_without_runs_all_keys_are_gathered() -> None:
     slices = slices_of([*range(70), 80], [1], group=64, shape=(100, 90))
     tiles = map_slices(slices, "share", 128, 128, runs=False)
-    # A step has two fragments. Key 1 is of both groups; 70 others are the first's, a step of its own.
+    # A step has two fragments. Key 1 is of both groups; the first alone has 70 others, in a step.
     assert tiles.frag_len.tolist() == [1, 0, 64, 6]
     assert tiles.frag_gathered is not None
     assert tiles.frag_gathered.tolist() == [True, False, True, True]
