@@ -39,8 +39,9 @@
 //     lists, csr of 10 % (130 for 128 columns and 35 for 32 words)
 //                                 3.5 MB, 290 a row: 6 us      54 MB, 660 a row: 24 us
 //
-// Entries for long rows, 57,600 single keys of 10 %: a row is 23 reads that wait for each other, 26
-// us; 3,168 rows are at work, so 8 x 450 rows take 55 us (109 MB), 8 x 900 take 80.
+// Entries for long rows, 57,600 single keys of 10 %: a row is 12 batches of reads and atomics, 14
+// us, and 3 us for its words; 3,168 rows are at work, so 8 x 450 rows take 35 us (109 MB), 8 x 900
+// take 55 (218 MB).
 #pragma once
 
 #include "common/builders.cuh"
@@ -75,7 +76,7 @@ struct MaskStateParams {
 template <bool kLong>
 inline constexpr int kWordsOfPass = kLong ? 2048 : 256;
 template <bool kLong>
-inline constexpr int kColumnsOfLane = kLong ? 8 : 4;
+inline constexpr int kColumnsOfLane = kLong ? 16 : 4;
 inline constexpr i64 kLongestList = 1 << 30;
 
 template <bool kListed, int kWarps, bool kLong>
@@ -294,9 +295,13 @@ class MaskState {
           const int at = i + 32 * j;
           column[j] = column_of(columns, at < length ? at : i);
         }
+        if constexpr (kLong) {
+          set_bits(bits, column, length - i, first, inside);
+        } else {
 #pragma unroll
-        for (int j = 0; j < kListBatch; ++j) {
-          if (i + 32 * j < length) set_bit(bits, column[j], first, inside);
+          for (int j = 0; j < kListBatch; ++j) {
+            if (i + 32 * j < length) set_bit(bits, column[j], first, inside);
+          }
         }
       }
       __syncwarp();
@@ -325,6 +330,29 @@ class MaskState {
     } else if (static_cast<u32>(column) >= static_cast<u32>(p.nk)) {
       errors |= kOutOfRange;
     }
+  }
+
+  // The same of the columns of a batch, of which `left` lie from the lane's first on: no bit waits
+  // for what was there before another.
+  __device__ __forceinline__ void set_bits(u32* bits, const i32 (&columns)[kListBatch], int left,
+                                           int first, u32 inside) {
+    u32 before[kListBatch];
+    bool outside = false;
+#pragma unroll
+    for (int j = 0; j < kListBatch; ++j) {
+      const u32 local = static_cast<u32>(columns[j]) - 32u * first;
+      const bool listed = 32 * j < left;
+      const bool here = listed && local < inside;
+      // Without a branch: nothing is added to the first word.
+      before[j] = atomicOr(bits + (here ? local / 32 : 0), here ? 1u << (local & 31) : 0);
+      before[j] = here ? before[j] : 0;
+      outside |= listed && static_cast<u32>(columns[j]) >= static_cast<u32>(p.nk);
+    }
+    u32 again = 0;
+#pragma unroll
+    for (int j = 0; j < kListBatch; ++j) again |= before[j] & 1u << (columns[j] & 31);
+    if (again != 0) errors |= kDuplicate;
+    if (outside) errors |= kOutOfRange;
   }
 
   __device__ __forceinline__ void finish() {

@@ -297,6 +297,34 @@ def test_bad_keys_are_left_out_and_told_of(gpu: Any, side: tuple[Tile, int], kin
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", ["near", "far", "past the end", "negative", "none"])
+def test_bad_keys_of_long_rows(gpu: Any, kind: str) -> None:
+    """A batch is 512 keys: one that comes again within it, and in a later one."""
+    shape = (64, 9000)
+    keys = np.random.default_rng(1).permutation(9000)[:1300].astype(np.int64)
+    kept = np.zeros((1, 1, 1, 9000), bool)
+    bad = {"near": (40, keys[8]), "far": (1299, keys[0]), "past the end": (700, 9000)}
+    bad["negative"] = (1299, -(1 << 40))
+    if kind in bad:
+        keys[bad[kind][0]] = bad[kind][1]
+    kept[..., keys[(keys >= 0) & (keys < 9000)]] = True
+    counts = np.array([[[1300]]], np.int64)
+    arrays = inputs(shape, 32, np.float16, heads=1)
+    given = [gpu.array(x) for x in arrays]
+    slices = KeySlices.from_lists(
+        gpu.array(keys.reshape(1, 1, 1, -1)), gpu.array(counts), 64, shape
+    )
+    plan = make_plan(slices, *given, regime=RETAIN)
+    out, lse = plan.run(*given, return_lse=True)
+    check(out.get(), lse.get(), arrays, KeySlices.from_groups(kept, 64, shape))
+    if kind == "none":
+        plan.check()
+        return
+    with pytest.raises(ValueError, match="in a row" if kind in ("near", "far") else "of range"):
+        plan.check()
+
+
+@needs_compiler
 def test_offsets_that_are_none_give_no_garbage(gpu: Any) -> None:
     """Rows that overlap list more than there is: the output is NaN, and it is said why."""
     ends, keys = np.array([0, 200, 0, 200], np.int32), np.arange(200, dtype=np.int32)
