@@ -326,6 +326,12 @@ class TileBuild:
         return FRAGMENT_BYTES + (4 * self.shape.slot if self.gather else 0)
 
     @property
+    def map_bytes(self) -> int:
+        """Bytes of a map of single keys, once for each part of a group; 0 of blocks."""
+        rows = self.mask_batch * self.mask_heads * self.nq
+        return rows * self.nk * self.parts if self.gather else 0
+
+    @property
     def gathered(self) -> int:
         """Keys that there is room for."""
         return self.frag_capacity * self.shape.slot if self.gather else 0

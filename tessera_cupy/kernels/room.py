@@ -1,7 +1,9 @@
 """How much room the lists of a plan get, where the GPU makes them of a mask nobody has counted.
 
 Room for every mask of the geometry, where that is no more than :data:`LIST_BYTES`. Else that many
-bytes, or half again what the geometry needed last, if that is more. A mask that needs more leaves a
+bytes, or half again what the geometry needed last, if that is more; of a map of single keys, whose
+lists hold the keys themselves, room for half of the keys at least, twice the map's own bytes. Lists
+of single keys bound what they need. A mask that needs more leaves a
 plan without tasks, whose output is NaN; the next call of the plan or of the geometry that finds the
 counts on the host warns of it, and has room.
 """
@@ -93,7 +95,7 @@ def lists_room(sizes: TileBuild, nnz: int | None) -> int:
     most = sizes.most_fragments
     if nnz is not None:
         return min(most, rounded(sizes.fragments_of(nnz)))
-    free = LIST_BYTES // sizes.fragment_bytes
+    free = max(LIST_BYTES, 2 * sizes.map_bytes) // sizes.fragment_bytes
     if most <= free:
         return most
     return min(most, max(free, rounded(_needs.of(_geometry(sizes)) * 3 // 2)))

@@ -483,6 +483,17 @@ def test_changes_are_seen_after_a_refresh_and_updates_take_others(gpu: Any, regi
 
 
 @needs_compiler
+def test_a_profile_has_the_parts(gpu: Any) -> None:
+    kept = drawn(64, (150, 230), 0.2, (1, 2))
+    given = [gpu.array(x) for x in inputs((150, 230), 64, np.float16)]
+    plan = make_plan(slices_of(gpu, kept, "lists", 64, (150, 230)), *given, regime=RETAIN)
+    found = plan.profile(*given, runs=2)
+    assert found.on_gpu
+    # Time is counted in launches and the like: two of tiles, one of all else.
+    assert (found.tiles, found.tasks, found.attention, found.merge) == (2, 1, 1, 1)
+
+
+@needs_compiler
 def test_copies_are_snapshots_and_a_repr_draws(gpu: Any) -> None:
     kept = drawn(64, (150, 230), 0.2, (1, 2))
     slices = slices_of(gpu, kept, "lists", 64, (150, 230))
@@ -516,14 +527,15 @@ def test_slices_and_what_was_made_of_them_end_together(gpu: Any) -> None:
 def test_a_map_of_more_keys_than_there_is_room_for(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "LIST_BYTES", 8 * (8 + 4 * 64))
+    monkeypatch.setattr(room, "LIST_BYTES", 0)
     shape = (150, 331)
     kept = drawn(64, shape, 0.9, (1, 2))
     arrays = inputs(shape, 64, np.float16)
     given = [gpu.array(x) for x in arrays]
     plan = make_plan(slices_of(gpu, kept, "map", 64, shape), *given, regime=RETAIN)
+    # Twice the 2 x 3 x 331 bytes of the map, of 264 a fragment.
     assert np.isnan(plan.run(*given).get()).all()
-    with pytest.raises(PlanOverflowError, match="fragments and had room for 8"):
+    with pytest.raises(PlanOverflowError, match="fragments and had room for 15"):
         plan.check()
     out, lse = plan.run(*given, return_lse=True)
     check(out.get(), lse.get(), arrays, KeySlices.from_groups(kept, 64, shape))
