@@ -152,6 +152,35 @@ def test_from_empty_to_full(
 
 
 @needs_compiler
+@pytest.mark.parametrize("tile", [HOPPER, WIDE])
+def test_a_group_of_half_a_tile_alone_in_it(gpu: Any, tile: Tile) -> None:
+    shape = (319, 349)
+    kept = drawn(64, shape, 0.3, (1, 2))
+    arrays = inputs(shape, 64, np.float16)
+    slices = slices_of(gpu, kept, "lists", 64, shape)
+    given = [gpu.array(x) for x in arrays]
+    kernel, q, kv = tile
+    regime = f"{kernel}/q{q}k{kv}/retain-gather/longest+split"
+    out, lse = block_sparse_attention(*given, slices, regime=regime, return_lse=True)
+    check(out.get(), lse.get(), arrays, KeySlices.from_groups(kept, 64, shape))
+    assert gpu.copied == 0
+
+
+@needs_compiler
+def test_other_organizations_are_planned_on_the_host(gpu: Any) -> None:
+    shape = (150, 230)
+    kept = drawn(64, shape, 0.3, (1, 2))
+    arrays = inputs(shape, 64, np.float16)
+    slices = slices_of(gpu, kept, "csr", 64, shape)
+    given = [gpu.array(x) for x in arrays]
+    regime = plan_name(HOPPER, 64, "alternate")
+    out, lse = block_sparse_attention(*given, slices, regime=regime, return_lse=True)
+    check(out.get(), lse.get(), arrays, KeySlices.from_groups(kept, 64, shape))
+    assert not set(gpu.launched) & set(BUILDERS)
+    assert gpu.copied > 0
+
+
+@needs_compiler
 @pytest.mark.parametrize("even", [True, False])
 def test_halves_of_which_one_alone_has_keys(gpu: Any, even: bool) -> None:
     """More keys of a class than ten bits count, in 32 words of the bitmap."""
