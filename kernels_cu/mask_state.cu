@@ -20,11 +20,12 @@
 //   lists, csr     Lanes set bits of the row in shared memory with atomicOr, 8192 columns at a time
 //                  (for a longer row, the list is read again). Columns that are out of range or
 //                  come twice are left out and flagged, as are counts and offsets that do not fit.
+//                  Entries for long rows, as of single keys, take 65,536 columns at a time.
 //
 // Sums are kept a warp, then a CTA, which adds its own to the scalars and waits for nobody. All are
 // integers: no result depends on an order.
 //
-// Shared memory: 24 bytes a warp for the sums; lists and csr have 1 KB a warp for a row.
+// Shared memory: 24 bytes a warp for the sums; lists and csr have 1 KB a warp for a row, or 8 KB.
 //
 // Expected on an H200, a prediction: 4.2 TB/s from HBM, 132 SMs that issue 4 a cycle at 1.75 GHz,
 // 2.5 us of launch, first load and last sums in a chain. A dense step (1 KB of a row) is
@@ -37,6 +38,10 @@
 //     packed   (50 a step)        1.7 MB, 170 a row: 5 us      26 MB, 320 a row: 13 us
 //     lists, csr of 10 % (130 for 128 columns and 35 for 32 words)
 //                                 3.5 MB, 290 a row: 6 us      54 MB, 660 a row: 24 us
+//
+// Entries for long rows, 57,600 single keys of 10 %: a row is 12 batches of reads and atomics, 14
+// us, and 3 us for its words; 3,168 rows are at work, so 8 x 450 rows take 35 us (109 MB), 8 x 900
+// take 55 (218 MB).
 #pragma once
 
 #include "common/builders.cuh"
@@ -67,20 +72,23 @@ struct MaskStateParams {
   i32 wide_bounds;  // the same of counts and offsets
 };
 
-inline constexpr int kPassWords = 256;  // of a row that is built in shared memory
-inline constexpr int kListBatch = 4;    // columns that a lane has in flight
+// Words of a row that are built in shared memory at a time, and columns that a lane has in flight.
+template <bool kLong>
+inline constexpr int kWordsOfPass = kLong ? 2048 : 256;
+template <bool kLong>
+inline constexpr int kColumnsOfLane = kLong ? 16 : 4;
 inline constexpr i64 kLongestList = 1 << 30;
 
-template <bool kListed, int kWarps>
+template <bool kListed, int kWarps, bool kLong>
 struct MaskRows {
-  u32 word[kWarps][kPassWords];
+  u32 word[kWarps][kWordsOfPass<kLong>];
 };
-template <int kWarps>
-struct MaskRows<false, kWarps> {};
+template <int kWarps, bool kLong>
+struct MaskRows<false, kWarps, kLong> {};
 
-template <MaskFormat kFormat, int kWarps>
+template <MaskFormat kFormat, int kWarps, bool kLong>
 struct MaskStateStorage
-    : MaskRows<kFormat == MaskFormat::kLists || kFormat == MaskFormat::kCsr, kWarps> {
+    : MaskRows<kFormat == MaskFormat::kLists || kFormat == MaskFormat::kCsr, kWarps, kLong> {
   MaskSums sums[kWarps];
 };
 
@@ -108,11 +116,11 @@ __device__ __forceinline__ u32 without_last(int columns) {
   return __funnelshift_rc(~0u, 0u, max(columns, 0));
 }
 
-template <MaskFormat kFormat, int kWarps>
+template <MaskFormat kFormat, int kWarps, bool kLong>
 class MaskState {
  public:
   __device__ __forceinline__ MaskState(const MaskStateParams& params,
-                                       MaskStateStorage<kFormat, kWarps>& shared)
+                                       MaskStateStorage<kFormat, kWarps, kLong>& shared)
       : p(params),
         smem(shared),
         lane(threadIdx.x & 31),
@@ -151,6 +159,8 @@ class MaskState {
  private:
   static constexpr bool kListed = kFormat == MaskFormat::kLists || kFormat == MaskFormat::kCsr;
   static constexpr bool kDense = kFormat == MaskFormat::kDense;
+  static constexpr int kPassWords = kWordsOfPass<kLong>;
+  static constexpr int kListBatch = kColumnsOfLane<kLong>;
   static constexpr int kRead = kDense ? 16 : 4;      // bytes that a lane reads at a time
   static constexpr int kStep = kDense ? 1024 : 128;  // bytes that become 32 words
 
@@ -285,9 +295,13 @@ class MaskState {
           const int at = i + 32 * j;
           column[j] = column_of(columns, at < length ? at : i);
         }
+        if constexpr (kLong) {
+          set_bits(bits, column, length - i, first, inside);
+        } else {
 #pragma unroll
-        for (int j = 0; j < kListBatch; ++j) {
-          if (i + 32 * j < length) set_bit(bits, column[j], first, inside);
+          for (int j = 0; j < kListBatch; ++j) {
+            if (i + 32 * j < length) set_bit(bits, column[j], first, inside);
+          }
         }
       }
       __syncwarp();
@@ -318,6 +332,29 @@ class MaskState {
     }
   }
 
+  // The same of the columns of a batch, of which `left` lie from the lane's first on: no bit waits
+  // for what was there before another.
+  __device__ __forceinline__ void set_bits(u32* bits, const i32 (&columns)[kListBatch], int left,
+                                           int first, u32 inside) {
+    u32 before[kListBatch];
+    bool outside = false;
+#pragma unroll
+    for (int j = 0; j < kListBatch; ++j) {
+      const u32 local = static_cast<u32>(columns[j]) - 32u * first;
+      const bool listed = 32 * j < left;
+      const bool here = listed && local < inside;
+      // Without a branch: nothing is added to the first word.
+      before[j] = atomicOr(bits + (here ? local / 32 : 0), here ? 1u << (local & 31) : 0);
+      before[j] = here ? before[j] : 0;
+      outside |= listed && static_cast<u32>(columns[j]) >= static_cast<u32>(p.nk);
+    }
+    u32 again = 0;
+#pragma unroll
+    for (int j = 0; j < kListBatch; ++j) again |= before[j] & 1u << (columns[j] & 31);
+    if (again != 0) errors |= kDuplicate;
+    if (outside) errors |= kOutOfRange;
+  }
+
   __device__ __forceinline__ void finish() {
     __syncthreads();
     if (warp != 0) return;
@@ -333,7 +370,7 @@ class MaskState {
   }
 
   const MaskStateParams& p;
-  MaskStateStorage<kFormat, kWarps>& smem;
+  MaskStateStorage<kFormat, kWarps, kLong>& smem;
   const int lane;
   const int warp;
   const int words;
@@ -344,18 +381,18 @@ class MaskState {
   u32 errors = 0;  // of all rows
 };
 
-template <MaskFormat kFormat, int kWarps>
+template <MaskFormat kFormat, int kWarps, bool kLong>
 __device__ __forceinline__ void mask_state(const MaskStateParams& params) {
-  using Storage = MaskStateStorage<kFormat, kWarps>;
+  using Storage = MaskStateStorage<kFormat, kWarps, kLong>;
   extern __shared__ __align__(1024) u8 dynamic_smem[];
-  MaskState<kFormat, kWarps>(params, *reinterpret_cast<Storage*>(dynamic_smem)).run();
+  MaskState<kFormat, kWarps, kLong>(params, *reinterpret_cast<Storage*>(dynamic_smem)).run();
 }
 
 }  // namespace tessera
 
 // The one entry of a specialisation.
-#define TESSERA_MASK_STATE(FORMAT, WARPS, MIN_CTAS)                         \
+#define TESSERA_MASK_STATE(FORMAT, WARPS, MIN_CTAS, LONG)                   \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)        \
       mask_state(const __grid_constant__ tessera::MaskStateParams params) { \
-    tessera::mask_state<tessera::MaskFormat::FORMAT, WARPS>(params);        \
+    tessera::mask_state<tessera::MaskFormat::FORMAT, WARPS, LONG>(params);  \
   }

@@ -5,62 +5,9 @@
 // Shared memory: 2 KB a warp for the entries of 32 words of the bitmap.
 #pragma once
 
-#include "common/tiles.cuh"
+#include "common/tile_lists.cuh"
 
 namespace tessera {
-
-template <bool kRagged>
-__device__ __forceinline__ void write_task(const TilesParams& p, int i) {
-  if (i >= p.counts[kTasks]) return;
-  const Turn turn = p.turns[i];
-  const HeadTile of = head_tile(p, turn.pair);
-  const int steps = p.tile_steps[of.tile];
-  Task task;
-  task.frag_count = p.tile_frags[of.tile];
-  task.frag_begin = p.frag_offsets[of.tile];
-  const TileRows rows = tile_rows<kRagged>(p, of.tile);
-  task.head = of.head;
-  task.begin = 0;
-  task.end = steps;
-  task.slot = -1;
-  if (turn.parts > 1) {
-    task.begin = part_begin(steps, turn.parts, turn.part);
-    task.end = part_begin(steps, turn.parts, turn.part + 1);
-    task.slot = p.pair_slots[turn.pair] + turn.part;
-  }
-  task.flags = 0;
-  task.first_row = rows.first;
-  task.rows = word_of_rows(rows);
-  task.units = -1;
-  p.tasks[i] = task;
-}
-
-// One tile's list as it is written.
-struct ListWriter {
-  u64* frags;  // of the tile's list
-  i32 room;    // fragments that the output has from there on
-  i32 per_step;
-  Divisor by_per_step;
-
-  __device__ __forceinline__ void put(int index, u32 start, u32 info) const {
-    if (index < room) frags[index] = static_cast<u64>(info) << 32 | start;
-  }
-  // Step and place of fragment i of a half's class, which is in the half's step i / per_step: such
-  // steps follow those of both, and take turns with the `other` half's, to which the first belongs.
-  __device__ __forceinline__ int alone(int both_steps, int i, int other, int late) const {
-    const int step = i / by_per_step;
-    return (both_steps + step + min(step + late, other)) * per_step + i - step * per_step;
-  }
-  __device__ __forceinline__ void pad(int begin, int end) const {
-#pragma unroll 1
-    for (int i = begin + (threadIdx.x & 31); i < end; i += 32) put(i, 0, 0);
-  }
-};
-
-// Appends the positions of the set bits, from `base` on, to a list.
-__device__ __forceinline__ void append_bits(u16* list, u32 word, int base) {
-  for (; word != 0; word &= word - 1) *list++ = static_cast<u16>(base + __ffs(word) - 1);
-}
 
 // A lane takes a word of the bitmap, and a warp the entries of its 32 words class by class.
 template <bool kRagged>
@@ -96,13 +43,8 @@ __device__ __forceinline__ void write_list(const TilesParams& p, int tile, u16* 
     });
     return members;
   };
-  // Where fragment i of a class goes. The first `kept` fragments of a half stay in its steps; the
-  // others, and both's, follow each other from `moved` on.
   auto place_of = [&](bool of_half, bool of_second, int i) {
-    const int kept = of_second ? list.second : of_half ? list.first : 0;
-    const int moved = of_second ? list.both + list.of_first : of_half ? list.both : 0;
-    const int other = of_second ? list.first_steps : list.second_steps;
-    return i < kept ? writer.alone(list.both_steps, i, other, of_second) : moved + i - kept;
+    return writer.place(list, of_half, of_second, i);
   };
   // Entries of the classes so far; of ragged blocks, whole fragments, and short ones.
   int both = 0;
@@ -199,15 +141,7 @@ __device__ __forceinline__ void write_list(const TilesParams& p, int tile, u16* 
     first += totals >> 16;
     second += here - halves_begin;
   }
-  if (!p.share) return;
-  writer.pad(list.both + list.of_first + list.of_second, list.both_steps * p.per_step);
-  auto pad_half = [&](int count, int steps, int other, int late) {
-    if (count == steps * p.per_step) return;
-    const int begin_of_padding = writer.alone(list.both_steps, count, other, late);
-    writer.pad(begin_of_padding, begin_of_padding + steps * p.per_step - count);
-  };
-  pad_half(list.first, list.first_steps, list.second_steps, 0);
-  pad_half(list.second, list.second_steps, list.first_steps, 1);
+  if (p.share) writer.pad_list(list);
 }
 
 template <bool kRagged, int kWarps>

@@ -39,7 +39,7 @@ def make_plan(
     the host waits for a few numbers.
 
     Args:
-        mask: what to compute; key slices run as blocks with token bits.
+        mask: what to compute; keys of slices are gathered, or slices run as blocks with token bits.
         q: an array, or an :class:`ArraySpec` to plan without data.
         k: the same; None means q's sizes with the mask's number of keys.
         v: the same.
@@ -103,7 +103,7 @@ def block_sparse_attention(
         mask: keep where true; its batch and head axes are 1 or q's. A mask over arrays in GPU
             memory is an operand, read on the call's stream, once until ``mask.refresh()``; any
             other is a snapshot. After a call that a CUDA graph captured, keep the mask until the
-            last replay is complete. Key slices run as blocks with token bits, made once.
+            last replay is complete. All this holds for key slices, too.
         sm_scale: factor on the scores; None means ``1 / sqrt(head_dim)``.
         layout: ``"BHSD"`` or ``"BSHD"``.
         out: array to write, with q's shape, dtype and device: q itself, or memory apart from

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tessera_cupy.kernels.builders import TILE_Q_SIDES, TileBuild
-from tessera_cupy.mapping import TileShape, choose_slot
+from tessera_cupy.mapping import TileShape, choose_slot, gather_slot
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.organization import DeviceModel, Organization
 from tessera_cupy.regimes import PlanSpec
@@ -20,7 +20,8 @@ def tile_build(
     """The sizes of a plan that the GPU makes, or None where the host makes it.
 
     The GPU does where the mask is over arrays in its memory (so without token bits), the plan packs
-    KV, retains, splits, merges or shares Q, and is organized by longest and split.
+    KV or, of key slices, gathers them, retains, splits, merges or shares Q, and is organized by
+    longest and split.
 
     Args:
         mask: the mask; none of its contents is read.
@@ -32,17 +33,19 @@ def tile_build(
     source = mask.source
     if source is None or device is None or source.layout.device != device:
         return None
-    if spec.mapping.kv != "pack" or spec.mapping.q not in TILE_Q_SIDES:
+    keys = source.layout.keys
+    if spec.mapping.kv != ("gather" if keys else "pack") or spec.mapping.q not in TILE_Q_SIDES:
         return None
     if spec.organization != _ORGANIZATION or not source.layout.rows or not source.num_blocks[1]:
         return None
     if min(mask.shape) == 0:
         return None
-    key = (request, spec, mask.block_size, source.layout.ragged, mask.batch, mask.heads, model)
+    ragged = source.layout.ragged
+    key = (request, spec, mask.block_size, ragged, keys, mask.batch, mask.heads, model)
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = _sizes(mask, request, spec, model)
+        _known[key] = _sizes(mask, request, spec, model, keys)
     return _known[key]
 
 
@@ -52,9 +55,10 @@ _MOST_KNOWN = 256
 
 
 def _sizes(
-    mask: BlockMask, request: Request, spec: PlanSpec, model: DeviceModel
+    mask: BlockMask, request: Request, spec: PlanSpec, model: DeviceModel, keys: bool
 ) -> TileBuild | None:
     r = request
+    slot = gather_slot(spec.tile_kv) if keys else choose_slot(mask, spec.tile_kv)
     ragged = [
         blocks if own else None
         for blocks, own in zip(mask.num_blocks, mask.ragged_sides, strict=True)
@@ -62,8 +66,8 @@ def _sizes(
     try:
         return TileBuild(
             spec.mapping.q,
-            TileShape(spec.tile_q, spec.tile_kv, choose_slot(mask, spec.tile_kv)),
-            mask.max_block,
+            TileShape(spec.tile_q, spec.tile_kv, slot),
+            (mask.max_block[0], 1) if keys else mask.max_block,
             batch=r.batch,
             q_heads=r.q_heads,
             kv_heads=r.kv_heads,
@@ -75,6 +79,7 @@ def _sizes(
             device=model,
             frag_capacity=0,
             ragged=(ragged[0], ragged[1]),
+            gather=keys,
         )
     except ValueError:
         return None  # sizes beyond the kernels' numbers

@@ -31,11 +31,12 @@ class Plan:
     times, from any thread, on any arrays of that geometry. Made by
     :func:`tessera_cupy.make_plan`.
 
-    Where the mask is over arrays on the GPU that runs it, KV is packed, Q is retained, split,
-    merged or shared, and the organization is ``longest+split``, the GPU makes tiles and tasks
-    too, and the host neither reads the mask nor waits. Elsewhere the host does it, once.
-    :meth:`tiles` and :meth:`tasks` are always the host's, and equal to what the GPU makes, which
-    besides numbers tiles without rows (of absent query blocks), that have no tasks.
+    Where the mask is over arrays on the GPU that runs it, KV is packed or, of key slices, gathered,
+    Q is retained, split, merged or shared, and the organization is ``longest+split``, the GPU makes
+    tiles and tasks too, and the host neither reads the mask nor waits. Elsewhere the host does it,
+    once. :meth:`tiles` and :meth:`tasks` are always the host's, and equal to what the GPU makes,
+    which besides numbers tiles without rows (of absent query blocks), that have no tasks, and has
+    other places in ``rows`` for gathered keys.
 
     Attributes:
         request: sizes, dtype, layout and architecture.

@@ -279,8 +279,9 @@ def _pinned(
 ) -> Prepared:
     """The given plan for a mask over arrays of a GPU, chosen once for masks of one geometry."""
     # By identity, which is quicker than hashes: what is known keeps both.
-    ragged = None if mask.source is None else mask.source.layout.ragged
-    key = (id(request), id(spec), device, mask.block_size, ragged, mask.batch, mask.heads)
+    layout = None if mask.source is None else mask.source.layout
+    kind = None if layout is None else (layout.ragged, layout.keys)
+    key = (id(request), id(spec), device, mask.block_size, kind, mask.batch, mask.heads)
     known = _known.get(key)
     if known is None:
         _, config, choice = choose(mask, request, spec)

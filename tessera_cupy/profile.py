@@ -14,6 +14,8 @@ _PARTS = {
     "tile_counts": "tiles",
     "tile_scan": "tasks",
     "tile_fragments": "tiles",
+    "slice_counts": "tiles",
+    "slice_fragments": "tiles",
     "attention": "attention",
     "merge": "merge",
 }

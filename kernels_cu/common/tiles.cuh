@@ -21,7 +21,9 @@
 // class whole fragments rise from its first place, and short ones fall from its last, so that few
 // steps have a column to mask.
 //
-// Three kernels, each launched once, with sizes that follow from the geometry alone:
+// Three kernels, each launched once, with sizes that follow from the geometry alone; where the
+// columns are single keys, which are gathered, slice_counts and slice_fragments take the place of
+// the first and the last:
 //   tile_counts     a warp a tile: fragments of each class, length and steps of the list.
 //   tile_scan       one CTA: where each list begins; tasks in launch order (longest first inside
 //                   each group of heads, split, last round), merge arrays, counts.
@@ -116,6 +118,8 @@ struct TilesParams {
   Divisor by_slot;
   Divisor by_per_step;
   Divisor by_capacity;
+  // Of single keys (slice_fragments.cu): (frag_capacity, slot), a place for each column.
+  i32* rows;
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -319,6 +323,20 @@ __device__ __forceinline__ Layout lay_out(const TilesParams& p, const Classes& c
   list.first_steps += list.of_first < first_rest;
   list.second_steps += list.of_second < second_rest;
   return list;
+}
+
+// Fragments of each class of so many keys.
+__device__ __forceinline__ Classes fragments_of_keys(const TilesParams& p, const Classes& keys) {
+  return {fragments_of(p, keys.both), fragments_of(p, keys.first), fragments_of(p, keys.second), 0};
+}
+
+// 32 single keys of a tile's list, by class: of the one group that it has, or of its two halves.
+__device__ __forceinline__ ClassWords key_words(const TilesParams& p, const TileRows& tile,
+                                                const u32* rows, int index) {
+  const u32 first = index < p.words ? rows[index] : 0;
+  if (!p.share) return {first, 0, 0};
+  const u32 second = index < p.words && tile.blocks > 1 ? rows[p.words + index] : 0;
+  return {first & second, first & ~second, second & ~first};
 }
 
 struct HeadTile {

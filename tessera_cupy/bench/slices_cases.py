@@ -116,7 +116,8 @@ def random_cases(given: Given, density: float, *, as_blocks: bool) -> list[Case]
         cases.append(Case(f"slices of {group}", slices, regime, given, {}))
         if as_blocks:
             name = f"slices of {group}, as blocks"
-            cases.append(Case(name, slices.to_block_mask(), "auto", given, {}))
+            packed = regime.replace("gather", "pack")
+            cases.append(Case(name, slices.to_block_mask(), packed, given, {}))
     return cases
 
 

@@ -91,6 +91,8 @@ class BuildLayout:
         self._pointers = struct.Struct(f"={len(TILE_POINTERS)}Qq")
         written = TILE_POINTERS[len(STATE_POINTERS) :]
         self._offsets = [self.arena.places[name][0] for name in written]
+        assert TILES_PARAMS.fields is not None
+        self._rows_at = TILES_PARAMS.fields["rows"][1]
 
     def parts(self, base: int) -> dict[str, Part]:
         """The arrays of an allocation, at an address."""
@@ -101,6 +103,9 @@ class BuildLayout:
         params = bytearray(self._params)
         pointers = [base + offset for offset in self._offsets]
         self._pointers.pack_into(params, 0, *state, *pointers, stamp)
+        if self.build.gather:
+            rows = base + self.arena.places["rows"][0]
+            struct.pack_into("=Q", params, self._rows_at, rows)
         return np.frombuffer(params, self._dtype)
 
 

@@ -121,12 +121,15 @@ _ARRAYS: dict[str, tuple[DTypeLike, int]] = {
     "merge_tile": (np.int32, 1),
     "merge_offsets": (np.int32, 1),
     "counts": (np.int64, 1),
+    "rows": (np.int32, 1),
 }
+#: Bytes of a fragment.
+FRAGMENT_BYTES = 8
 
 #: What a mask's state has for the tile kernels; starts are 0 of sides with uniform blocks.
 STATE_POINTERS = ("bitmap", "q_starts", "kv_starts")
 #: The addresses that the tile kernels take, in the order of their struct.
-TILE_POINTERS = (*STATE_POINTERS, *_ARRAYS)
+TILE_POINTERS = (*STATE_POINTERS, *(name for name in _ARRAYS if name != "rows"))
 
 #: Numbers of the params that the kernels divide by.
 _DIVISORS = ("head_tiles", "q_heads", "parts", "slot", "per_step", "capacity")
@@ -143,6 +146,7 @@ TILES_PARAMS = np.dtype(
         *[(name, np.int32) for name in ("mask_batch", "mask_heads", "group_pairs", "capacity")],
         *[(name, np.int32) for name in ("groups", "part_steps", "halves")],
         *[(f"by_{name}", np.uint64) for name in _DIVISORS],
+        ("rows", _POINTER),
     ],
     align=True,
 )
@@ -161,13 +165,15 @@ _NUMBERS = (
 _MAX_TILE_Q = 24 * GROUP_ROWS
 _MAX_CAPACITY = 4096
 _MAX_PAIRS = 1 << 29
+# Fragments have 32-bit places of their first keys.
+_MAX_GATHERED = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
 class TileBuild:
     """Sizes of a build by the tile kernels: of a geometry, whatever the mask holds.
 
-    No token bits, KV side pack, longest first and split.
+    No token bits, KV side pack or, of single keys, gather; longest first and split.
 
     Attributes:
         q_side: "retain", "split", "merge" or "share".
@@ -181,6 +187,8 @@ class TileBuild:
         frag_capacity: fragments that the output has room for; :attr:`most_fragments` always do.
         ragged: number of blocks of each side (query, key) whose blocks have sizes of their own;
             None of a uniform one.
+        gather: whether the columns of the mask are single keys, which are gathered; the key side of
+            ``block_size`` is 1 then.
 
     Raises:
         ValueError: a size that the kernels cannot serve.
@@ -220,6 +228,7 @@ class TileBuild:
     device: DeviceModel
     frag_capacity: int
     ragged: tuple[int | None, int | None] = (None, None)
+    gather: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what the kernels' numbers cannot hold."""
@@ -227,6 +236,7 @@ class TileBuild:
             ("shape.q", self.shape.q, _MAX_TILE_Q, "use a catalog's tile size"),
             ("device.capacity", self.device.capacity, _MAX_CAPACITY, "describe a real GPU"),
             ("tiles of all query heads", self.pairs, _MAX_PAIRS, "organize on the host"),
+            ("gathered keys", self.gathered, _MAX_GATHERED, "plan on the host"),
         ):
             if got > most:
                 raise ValueError(wrong(name, f"at most {most}", got, fix))
@@ -289,7 +299,10 @@ class TileBuild:
     @cached_property
     def most_fragments(self) -> int:
         """Fragments of the fullest mask there is, and the padding of the worst."""
-        if self.ragged[1] is None:
+        if self.gather:
+            # Of a tile's classes all but the first leave less than one fragment unfilled.
+            of_list = -(-self.skv // self.shape.slot) + self._classes - 1
+        elif self.ragged[1] is None:
             last = self.skv - (self.nk - 1) * self.block_size[1]
             of_list = (self.nk - 1) * self._of_block - (-last // self.shape.slot)
         else:
@@ -300,8 +313,33 @@ class TileBuild:
 
     def fragments_of(self, nnz: int) -> int:
         """Fragments at most of masks with this many active blocks over all heads."""
-        bound = nnz * self.parts * self._of_block + self.tiles * self._padding
+        if self.gather:
+            full = nnz * self.parts // self.shape.slot
+            bound = full + self.tiles * (self._classes + self._padding)
+        else:
+            bound = nnz * self.parts * self._of_block + self.tiles * self._padding
         return min(bound, self.most_fragments)
+
+    @property
+    def fragment_bytes(self) -> int:
+        """Bytes that a fragment takes, with its gathered keys."""
+        return FRAGMENT_BYTES + (4 * self.shape.slot if self.gather else 0)
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of a map of single keys, once for each part of a group; 0 of blocks."""
+        rows = self.mask_batch * self.mask_heads * self.nq
+        return rows * self.nk * self.parts if self.gather else 0
+
+    @property
+    def gathered(self) -> int:
+        """Keys that there is room for."""
+        return self.frag_capacity * self.shape.slot if self.gather else 0
+
+    @property
+    def _classes(self) -> int:
+        """Lists of a tile that are cut into fragments apart."""
+        return 3 if self.q_side == "share" else 1
 
     @property
     def _of_block(self) -> int:
@@ -342,11 +380,13 @@ class TileBuild:
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Shape and dtype of each array that the kernels write, by its name in the params.
 
-        ``classes``, ``turns`` and ``pair_slots`` are scratch. None needs to be filled before.
+        ``classes``, ``turns`` and ``pair_slots`` are scratch, and there are no ``rows`` unless keys
+        are gathered. None needs to be filled before.
         """
         lengths = {
             "frag_offsets": self.tiles + 1,
             "frags": self.frag_capacity,
+            "rows": self.gathered,
             **dict.fromkeys(("tasks", "turns"), self.task_capacity),
             "pair_slots": self.pairs,
             **dict.fromkeys(("merge_head", "merge_tile"), self.merge_capacity),
@@ -355,6 +395,8 @@ class TileBuild:
         }
         made: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         for name, (dtype, width) in _ARRAYS.items():
+            if name == "rows" and not self.gather:
+                continue
             length = lengths.get(name, self.tiles)
             made[name] = ((length, width) if width > 1 else (length,), np.dtype(dtype))
         return made
@@ -364,7 +406,7 @@ class TileBuild:
         if config.kernel == "tile_scan":
             return 1
         of_tasks = 0
-        if config.kernel == "tile_fragments":
+        if config.kernel in ("tile_fragments", "slice_fragments"):
             of_tasks = -(-self.task_capacity // (32 * config.warps))
         return max(1, of_tasks + -(-self.tiles // config.warps))
 
@@ -373,13 +415,15 @@ class TileBuild:
 
         Args:
             stamp: comes with the counts.
-            pointers: addresses of :data:`TILE_POINTERS`, multiples of 16.
+            pointers: addresses of :data:`TILE_POINTERS`, multiples of 16; and of ``rows``, where
+                keys are gathered.
         """
         heads_in_l2 = max(1, self.device.l2_bytes // max(1, self.kv_bytes_per_head))
         group = heads_in_l2 * (self.q_heads // self.kv_heads) * self.head_tiles
         group_pairs = max(1, min(group, self.pairs))
         values = {
             **{name: pointers[name] for name in TILE_POINTERS},
+            "rows": pointers.get("rows", 0),
             **{name: getattr(self, name) for name in _NUMBERS},
             "stamp": stamp,
             "words": -(-self.nk // 32),

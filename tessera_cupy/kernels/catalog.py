@@ -19,9 +19,11 @@ MAX_HEAD_DIM = 256
 ENTRIES = {"attend_mma": "attend", "attend_wgmma": "attend", "merge_splits": "merge_splits"}
 #: Kernels that build tiles on the GPU, in launch order.
 TILE_KERNELS = ("tile_counts", "tile_scan", "tile_fragments")
+#: The same where the columns of the mask are single keys, which are gathered.
+SLICE_KERNELS = ("slice_counts", "tile_scan", "slice_fragments")
 #: Element types of kernels over tokens that are no attention, as their names and features say them.
 ELEMENTS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-#: How ``mask_state`` may find a mask in GPU memory; the one feature of an entry.
+#: How ``mask_state`` may find a mask in GPU memory; the first feature of an entry.
 MASK_FORMATS = ("dense", "packed", "lists", "csr")
 
 
@@ -33,7 +35,7 @@ class KernelConfig:
         arch: architecture name, such as ``"sm_90a"``.
         kernel: the source file's name: ``"attend_mma"``, ``"attend_wgmma"``, ``"merge_splits"``,
             ``"mask_state"``, ``"csr_columns"``, ``"ragged_blocks"``, one of
-            :data:`TILE_KERNELS` or of :data:`TOKEN_KERNELS`.
+            :data:`TILE_KERNELS`, :data:`SLICE_KERNELS` or :data:`TOKEN_KERNELS`.
         head_dim: largest head dim that it serves; the rest of a shorter row is zero-filled. 0 for
             kernels that read no Q, K or V.
         dtype: ``"float16"`` or ``"bfloat16"``; empty for kernels that read no Q, K or V.
@@ -43,8 +45,9 @@ class KernelConfig:
         min_ctas: CTAs that fit on one multiprocessor together; bounds the registers.
         features: ``("bits",)`` when it reads token bits; ``("twins",)`` when pairs of CTAs share
             the loads of equal lists; ``("gather",)`` when rows of a fragment may lie anywhere; for
-            ``mask_state`` one of :data:`MASK_FORMATS`; for a kernel over tokens one of
-            :data:`ELEMENTS`, if it reads any; else empty.
+            ``mask_state`` one of :data:`MASK_FORMATS`, and ``"long"`` where rows are built 65,536
+            columns at a time; for a kernel over tokens one of :data:`ELEMENTS`, if it reads any;
+            else empty.
         why: the reason for this shape.
     """
 
@@ -112,7 +115,7 @@ class KernelConfig:
         if self.kernel in _TILE_SMEM:
             return _TILE_SMEM[self.kernel](self.warps)
         if self.kernel == "mask_state":
-            return _mask_state_smem(self.warps, self.features[0])
+            return _mask_state_smem(self.warps, self.features)
         if not self.attends:
             return 0
         if self.kernel == "attend_wgmma":
@@ -158,9 +161,10 @@ def _wgmma_smem(head_dim: int, tile_q: int, tile_kv: int, stages: int) -> int:
     return _align(tiles + 8 * barriers + 4, 1024)
 
 
-def _mask_state_smem(warps: int, form: str) -> int:
+def _mask_state_smem(warps: int, features: tuple[str, ...]) -> int:
     """Size of ``MaskStateStorage`` in mask_state.cu; each specialisation asserts that it is."""
-    row = 1024 if form in ("lists", "csr") else 0
+    listed = 8192 if "long" in features else 1024
+    row = listed if features[0] in ("lists", "csr") else 0
     return (row + 24) * warps
 
 
@@ -174,6 +178,7 @@ _TILE_SMEM: dict[str, Callable[[int], int]] = {
     "tile_scan": lambda warps: max(4 * 256 * warps, 8 * 4096) + 2048 + 32 * warps + 40,
     # 1024 entries of 16 bits a warp.
     "tile_fragments": lambda warps: 2048 * warps,
+    "slice_fragments": lambda warps: 2048 * warps,
     # RaggedStorage: a sum a warp, and four numbers.
     "ragged_blocks": lambda warps: 8 * warps + 32,
 }
@@ -253,7 +258,14 @@ _TILE_WHY = {
     "tile_scan": "one CTA with all warps that it may have: the sums and the order of all tiles",
     "tile_fragments": "a warp a tile, few warps a CTA, as lists differ in length",
 }
+_SLICE_WARPS = {"slice_counts": 8, "slice_fragments": 4}
+_SLICE_WHY = {
+    "slice_counts": "a warp a tile: a lane counts the keys of one word of the bitmap at a time",
+    "slice_fragments": "a warp a tile, few warps a CTA: neighbouring lanes write neighbouring keys",
+}
 _MASK_STATE_WARPS = 16
+_LONG_ROW_WARPS = 8
+_LONG_ROW_WHY = "; rows of 65,536 columns in one pass, eight columns of a lane in flight"
 _MASK_STATE_WHY = {
     "dense": "a warp a row, and as many warps as a multiprocessor has: the mask is read once",
     "packed": "a warp a row; a word of the mask is a word of the bitmap, shifted",
@@ -405,6 +417,24 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
         configs.append(
             _builder(target.name, "mask_state", _MASK_STATE_WARPS, form_ctas, (form,), why)
         )
+        if form in ("lists", "csr"):
+            # Shared memory for rows of 8 KB.
+            smem = _mask_state_smem(_LONG_ROW_WARPS, (form, "long"))
+            long_ctas = target.smem_sm // (smem + SMEM_RESERVED)
+            configs.append(
+                _builder(
+                    target.name,
+                    "mask_state",
+                    _LONG_ROW_WARPS,
+                    long_ctas,
+                    (form, "long"),
+                    why + _LONG_ROW_WHY,
+                )
+            )
+    configs += [
+        _builder(target.name, kernel, warps, 1, (), _SLICE_WHY[kernel])
+        for kernel, warps in _SLICE_WARPS.items()
+    ]
     configs.append(
         _builder(target.name, "csr_columns", _MASK_STATE_WARPS, ctas, (), _CSR_COLUMNS_WHY)
     )

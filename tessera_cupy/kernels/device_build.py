@@ -2,7 +2,10 @@
 
     mask_state -> (ragged_blocks) -> tile_counts -> tile_scan -> tile_fragments
 
-on the current stream, ragged_blocks where blocks have sizes of their own.
+on the current stream, ragged_blocks where blocks have sizes of their own. Key slices are rows of
+single keys, and go by
+
+    mask_state -> slice_counts -> tile_scan -> slice_fragments
 
 The launches, and the memory that they write, follow from the geometry alone; nothing waits. What
 the host wants to know (the mask's scalars, the counts) it reads when it asks.
@@ -28,6 +31,7 @@ from tessera_cupy.errors import PlanOverflowError, wrong
 from tessera_cupy.interop import Operand, contiguous, device_operand
 from tessera_cupy.kernels.arena import Arena, BuildLayout, Part, ragged_arena, state_arena
 from tessera_cupy.kernels.builders import (
+    FRAGMENT_BYTES,
     MASK_ERRORS,
     MASK_SCALARS,
     MASK_STATE_PARAMS,
@@ -38,7 +42,7 @@ from tessera_cupy.kernels.builders import (
     mask_state_grid,
     ragged_blocks_grid,
 )
-from tessera_cupy.kernels.catalog import TILE_KERNELS, KernelConfig, builder
+from tessera_cupy.kernels.catalog import SLICE_KERNELS, TILE_KERNELS, KernelConfig, builder
 from tessera_cupy.kernels.fetch import fetch
 from tessera_cupy.kernels.launch import (
     DevicePlan,
@@ -50,7 +54,7 @@ from tessera_cupy.kernels.launch import (
     unmarked,
 )
 from tessera_cupy.kernels.lifetime import PER_THREAD, Uses, collect, pool_may_grow, release_with
-from tessera_cupy.kernels.room import FRAGMENT_BYTES, lists_room, note, watch
+from tessera_cupy.kernels.room import lists_room, note, watch
 from tessera_cupy.masks.block_sizes import KnownSizes, UnreadSizes
 from tessera_cupy.masks.summary import MaskSummary
 
@@ -112,7 +116,7 @@ def refuse_bad_mask(scalars: NDArray[np.int64]) -> None:
         raise ValueError(
             wrong(
                 "mask",
-                "block columns in range, each once in a row, counts that their lists hold, and "
+                "block columns or keys in range, each once in a row, counts that lists hold, and "
                 "sizes of at most the nominal block that sum to the tokens",
                 "; ".join(found),
                 "call mask.check(), which says where",
@@ -303,7 +307,7 @@ _RAGGED_PATCH = Patch(RAGGED_BLOCKS_PARAMS, "q_sizes", "kv_sizes", *_RAGGED_ARRA
 def _state_launch(layout: SourceLayout, arch: str, sms: int) -> _StateLaunch:
     """The launch for all masks of a layout."""
     values, bounds = layout.operands[0], layout.operands[1] if layout.operands[1:] else None
-    config = builder(arch, f"mask_state_{layout.form}")
+    config = builder(arch, _state_entry(layout))
     rows, nk = layout.rows, layout.num_blocks[1]
     grid = mask_state_grid(config, rows, sms)
     ragged = layout.ragged
@@ -392,7 +396,9 @@ def build(
     if not capturing:
         collect()
     nnz = None if counted is None else counted[1]
-    room = lists_room(sizes, nnz)
+    layout = source.layout
+    listed = layout.most_listed if sizes.gather and counted is None else None
+    room = lists_room(sizes, nnz if listed is None else listed)
     launch = _build_launch(sizes, room, arch)
     nbytes = launch.layout.arena.nbytes
     held: tuple[Any, ...]
@@ -423,10 +429,12 @@ def build(
         kernel = load(config, source.layout.device)
         kernel(grid, threads, params, shared_mem=smem_bytes)
         mark(config.kernel)
-    may_overflow = nnz is None and room < launch.most_fragments
+    # Rows of a CSR that is none may overlap, and list more than there is.
+    suffices = nnz is not None or (listed is not None and layout.form == "lists")
+    may_overflow = not suffices and room < launch.most_fragments
     need = watch(sizes, placed.counts) if may_overflow and not capturing else None
     uses = Uses(stream)
-    ragged = source.layout.ragged
+    ragged = layout.ragged
     # Sizes that only the GPU knows may leave rows without a task.
     may_miss = may_overflow or (ragged is not None and ragged.unread[0])
     plan = DevicePlan(
@@ -438,6 +446,7 @@ def build(
         may_miss,
         need,
         structs=launch.structs,
+        rows=placed.rows,
     )
     release_with(plan, uses, held)
     if not capturing:
@@ -485,12 +494,14 @@ class _Placed(NamedTuple):
         stamp: in the params.
         counts: where the counts go.
         arrays: what a :class:`DevicePlan` begins with, up to ``merge_offsets``.
+        rows: gathered keys, or None.
     """
 
     params: tuple[NDArray[Any]]
     stamp: int
     counts: Part
     arrays: _Arrays
+    rows: Part | None
 
 
 _Arrays = tuple[int, int, int, int, Part, Part, None, Part, None, None, Part, Part, Part]
@@ -516,7 +527,8 @@ def _place(
         parts["merge_tile"],
         parts["merge_offsets"],
     )
-    return _Placed((layout.params(state, base, stamp),), stamp, parts["counts"], arrays)
+    params = (layout.params(state, base, stamp),)
+    return _Placed(params, stamp, parts["counts"], arrays, parts.get("rows"))
 
 
 def _build_launch(sizes: TileBuild, room: int, arch: str) -> _BuildLaunch:
@@ -524,7 +536,7 @@ def _build_launch(sizes: TileBuild, room: int, arch: str) -> _BuildLaunch:
     found = _builds.get(key)
     if found is None:
         made = replace(sizes, frag_capacity=room)
-        configs = _tile_kernels(arch, made.ragged != (None, None))
+        configs = _tile_kernels(arch, made.ragged != (None, None), made.gather)
         launch = _BuildLaunch(
             BuildLayout(made),
             [(c, (made.grid(c),), (c.warps * 32,), c.smem_bytes) for c in configs],
@@ -549,12 +561,25 @@ _MOST_BUILDS = 256
 
 def kernels(source: DeviceSource, arch: str) -> list[KernelConfig]:
     """The entries that make a plan of a mask."""
-    ragged = source.layout.ragged is not None
-    state = [f"mask_state_{source.layout.form}", *(["ragged_blocks"] if ragged else [])]
-    return [builder(arch, name) for name in state] + _tile_kernels(arch, ragged)
+    layout = source.layout
+    ragged = layout.ragged is not None
+    state = [_state_entry(layout), *(["ragged_blocks"] if ragged else [])]
+    return [builder(arch, name) for name in state] + _tile_kernels(arch, ragged, layout.keys)
 
 
-def _tile_kernels(arch: str, ragged: bool) -> list[KernelConfig]:
+def _state_entry(layout: SourceLayout) -> str:
+    """Name of the entry of ``mask_state`` for a mask."""
+    long = layout.form in ("lists", "csr") and layout.num_blocks[1] > _SHORT_ROW
+    return f"mask_state_{layout.form}" + ("_long" if long else "")
+
+
+# Columns of a list that mask_state takes in one pass, but for entries of long rows.
+_SHORT_ROW = 8192
+
+
+def _tile_kernels(arch: str, ragged: bool, gather: bool) -> list[KernelConfig]:
+    if gather:
+        return [builder(arch, name) for name in SLICE_KERNELS]
     suffix = "_ragged" if ragged else ""
     return [builder(arch, name + suffix) for name in TILE_KERNELS]
 

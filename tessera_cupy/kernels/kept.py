@@ -76,7 +76,8 @@ def keep(plan: DevicePlan, device: int, owner: Owner) -> None:
         ref = _Ref(plan, kept.ended.append)
         ref.key = id(plan)
         # Of its parts, the lists take nearly all.
-        ref.nbytes = plan.fragments.nbytes + plan.tasks.nbytes
+        rows = 0 if plan.rows is None else plan.rows.nbytes
+        ref.nbytes = plan.fragments.nbytes + plan.tasks.nbytes + rows
         ref.owner = weakref.ref(owner)
         kept.plans[ref.key] = ref
         kept.nbytes += ref.nbytes

@@ -1,7 +1,9 @@
 """How much room the lists of a plan get, where the GPU makes them of a mask nobody has counted.
 
 Room for every mask of the geometry, where that is no more than :data:`LIST_BYTES`. Else that many
-bytes, or half again what the geometry needed last, if that is more. A mask that needs more leaves a
+bytes, or half again what the geometry needed last, if that is more; of a map of single keys, whose
+lists hold the keys themselves, room for half of the keys at least, twice the map's own bytes. Lists
+of single keys bound what they need. A mask that needs more leaves a
 plan without tasks, whose output is NaN; the next call of the plan or of the geometry that finds the
 counts on the host warns of it, and has room.
 """
@@ -19,7 +21,6 @@ from tessera_cupy.kernels.fetch import Fetched, fetch
 
 #: Bytes of lists that are given without knowing what a mask needs.
 LIST_BYTES = 256 << 20
-FRAGMENT_BYTES = 8
 # Geometries that are remembered.
 _MOST_GEOMETRIES = 256
 # Sizes have four leading bits, so that masks much alike share a layout, and memory of the pool.
@@ -88,12 +89,13 @@ def lists_room(sizes: TileBuild, nnz: int | None) -> int:
 
     Args:
         sizes: the build.
-        nnz: active blocks of the mask, where they are known; the room then suffices.
+        nnz: active blocks of the mask, or the most that there can be, where that is known; the room
+            then suffices.
     """
     most = sizes.most_fragments
     if nnz is not None:
         return min(most, rounded(sizes.fragments_of(nnz)))
-    free = LIST_BYTES // FRAGMENT_BYTES
+    free = max(LIST_BYTES, 2 * sizes.map_bytes) // sizes.fragment_bytes
     if most <= free:
         return most
     return min(most, max(free, rounded(_needs.of(_geometry(sizes)) * 3 // 2)))

@@ -40,8 +40,9 @@ def _instance(config: KernelConfig) -> tuple[str, str]:
     warps, ctas = config.warps, config.min_ctas
     if config.kernel == "mask_state":
         form = f"k{config.features[0].capitalize()}"
-        storage = f"MaskStateStorage<tessera::MaskFormat::{form}, {warps}>"
-        return f"{form}, {warps}, {ctas}", storage
+        long = "true" if "long" in config.features else "false"
+        storage = f"MaskStateStorage<tessera::MaskFormat::{form}, {warps}, {long}>"
+        return f"{form}, {warps}, {ctas}, {long}", storage
     if config.kernel == "csr_columns":
         return f"{warps}, {ctas}", ""
     if config.kernel in TOKEN_KERNELS:

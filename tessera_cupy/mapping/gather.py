@@ -8,6 +8,10 @@ steps are then about as few as the keys allow, wherever these lie.
 Share puts two groups of query rows into the halves of a tile. Keys of both, of the first and of
 the second are lists apart, so that a key that both list is loaded once; :func:`share` then
 orders the steps.
+
+Slices over arrays in GPU memory are planned there (``kernels_cu/slice_fragments.cu``), where all
+keys are gathered, those of runs too: telling runs from single keys would take another pass over
+the lists, and a gathered run costs its kernel a row number a key. Their tiles here are the same.
 """
 
 from __future__ import annotations
@@ -66,7 +70,9 @@ def why_not(slices: KeySlices | None, q_side: QSide, q: int) -> str | None:
     return None
 
 
-def map_slices(slices: KeySlices, q_side: QSide, q: int, kv: int, slot: int = SLOT) -> Tiles:
+def map_slices(
+    slices: KeySlices, q_side: QSide, q: int, kv: int, slot: int = SLOT, *, runs: bool = True
+) -> Tiles:
     """Map key slices onto physical tiles without their blocks.
 
     Within a tile, and with share within each class of it, block fragments come first, then
@@ -79,6 +85,7 @@ def map_slices(slices: KeySlices, q_side: QSide, q: int, kv: int, slot: int = SL
         q: physical query rows of a tile.
         kv: physical KV columns of a step.
         slot: columns of a fragment, a power of two from 8 that divides ``kv``.
+        runs: whether long runs become block fragments; else all keys are gathered.
 
     Returns:
         Tiles of the slices' heads, whose ``frag_gathered`` and ``rows`` are arrays.
@@ -108,7 +115,7 @@ def map_slices(slices: KeySlices, q_side: QSide, q: int, kv: int, slot: int = SL
     of_heads = []
     for head in range(heads):
         keys, offsets = (_classes if q_side == "share" else _groups)(slices, head)
-        single, of_lists = _cut(keys, offsets, slot, used)
+        single, of_lists = _cut(keys, offsets, slot, used, runs)
         rows[used : used + len(single)] = single
         used += len(single)
         counts = np.diff(of_lists.offsets)[lists]
@@ -225,7 +232,7 @@ def _classes(slices: KeySlices, head: int) -> tuple[NDArray[np.int32], NDArray[n
 
 
 def _cut(
-    keys: NDArray[np.int32], offsets: NDArray[np.int64], slot: int, used: int
+    keys: NDArray[np.int32], offsets: NDArray[np.int64], slot: int, used: int, runs: bool
 ) -> tuple[NDArray[np.int32], _Fragments]:
     """Cut lists of ascending keys into block fragments and gathered ones.
 
@@ -234,6 +241,7 @@ def _cut(
         offsets: CSR over the lists.
         slot: columns of a fragment.
         used: rows that are gathered before these.
+        runs: as of :func:`map_slices`.
 
     Returns:
         The keys that are gathered, and the fragments.
@@ -243,7 +251,7 @@ def _cut(
     opens[offsets[:-1][np.diff(offsets) > 0]] = True
     first = np.flatnonzero(opens)
     length = np.diff(first, append=len(keys))
-    long = np.flatnonzero(length >= min(slot, SHORTEST_BLOCK))
+    long = np.flatnonzero((length >= min(slot, SHORTEST_BLOCK)) & runs)
     first, length = first[long], length[long]
 
     rest = length % slot

@@ -128,6 +128,15 @@ def choose_slot(mask: BlockMask, tile_kv: int) -> int:
     return max(slot for slot in slots if columns(slot) <= allowed)
 
 
+def gather_slot(tile_kv: int) -> int:
+    """Columns of a fragment where single keys are gathered into steps of ``tile_kv`` columns.
+
+    >>> gather_slot(192), gather_slot(32)
+    (64, 32)
+    """
+    return max(slot for slot in _slots(tile_kv, "tile_kv") if slot <= gather.SLOT)
+
+
 def can_regroup(block: int, q: int) -> bool:
     """Whether blocks of ``block`` query rows can be regrouped into tiles of ``q`` rows.
 
@@ -244,7 +253,7 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
         raise ValueError(wrong("q", expected, q, "use a catalog's tile size"))
     slots = _slots(kv, "kv")
     if slot is None and mapping.kv == "gather":
-        slot = max(slot for slot in slots if slot <= gather.SLOT)
+        slot = gather_slot(kv)
     elif slot is None:
         slot = choose_slot(mask, kv)
     elif slot not in slots:
@@ -255,7 +264,9 @@ def map_mask(mask: BlockMask, mapping: Mapping, q: int, kv: int, slot: int | Non
         expected, fix = "one that can serve the mask", "choose another mapping or tile"
         raise PlanNotEligibleError(wrong("mapping", expected, f"{mapping.name}: {reason}", fix))
     if mask.slices is not None and mapping.kv == "gather":
-        return gather.map_slices(mask.slices, mapping.q, q, kv, slot)
+        # As the GPU does, which cuts lists without a look at their runs.
+        runs = mask.source is None
+        return gather.map_slices(mask.slices, mapping.q, q, kv, slot, runs=runs)
     halves = makes_halves(mask, mapping.q, q)
     mask = mask.on_host()
     shape = TileShape(q, kv, slot)

@@ -100,7 +100,7 @@ class BlockMask(BlockGrid):
         tokens = None if shape is None else pair(shape, "shape")
         block = pair(block_size, "block_size")
         if sizes[0] is None and sizes[1] is None:
-            return DeviceMask(_grid(source.num_blocks, source.axes, block, tokens), source, read)
+            return DeviceMask(grid_of(source.num_blocks, source.axes, block, tokens), source, read)
         device = source.layout.device
         q, kv = (
             None if given is None else block_sizes.of_array(given, name, device)
@@ -524,7 +524,7 @@ class BlockMask(BlockGrid):
 
 
 @lru_cache(maxsize=256)
-def _grid(
+def grid_of(
     num_blocks: tuple[int, int],
     axes: tuple[int, int],
     block_size: tuple[int, int],

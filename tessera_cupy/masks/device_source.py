@@ -6,6 +6,7 @@ CuPy cannot take over) is None here, and the host reads it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -56,6 +57,7 @@ class SourceLayout:
         rows: rows of blocks over all heads of the arrays.
         device: CUDA device ordinal.
         ragged: where blocks have sizes of their own.
+        keys: whether the mask is of key slices: a row is a group of queries, a column one key.
     """
 
     form: str
@@ -65,6 +67,14 @@ class SourceLayout:
     rows: int
     device: int
     ragged: RaggedLayout | None = None
+    keys: bool = False
+
+    @property
+    def most_listed(self) -> int | None:
+        """Columns that the lists have room for, over all rows; None of a map."""
+        if self.form == "csr":
+            return self.operands[0].shape[0]
+        return math.prod(self.operands[0].shape) if self.form == "lists" else None
 
 
 @dataclass(eq=False, slots=True)
@@ -138,6 +148,11 @@ def with_sizes(
     return DeviceSource(layout, source.arrays, source.pointers, arrays, pointers)
 
 
+def of_keys(source: DeviceSource) -> DeviceSource:
+    """The same rows and columns as groups of queries and single keys."""
+    return DeviceSource(_with_keys(source.layout), source.arrays, source.pointers)
+
+
 def bare_sizes(
     sizes: KnownSizes | SizesOperand | None,
 ) -> KnownSizes | UnreadSizes | None:
@@ -159,6 +174,11 @@ def _ragged(
 @lru_cache(maxsize=_MOST_LAYOUTS)
 def _with_ragged(layout: SourceLayout, ragged: RaggedLayout) -> SourceLayout:
     return replace(layout, ragged=ragged)
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _with_keys(layout: SourceLayout) -> SourceLayout:
+    return replace(layout, keys=True)
 
 
 def _source(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import bits as token_bit
-from tessera_cupy.masks import draw, formats
+from tessera_cupy.masks import device_source, draw, formats
 from tessera_cupy.masks.block_mask import BlockMask
+from tessera_cupy.masks.device_source import DeviceSource
 from tessera_cupy.masks.entries import dense_entries
 from tessera_cupy.masks.geometry import check_blocks, pair
 from tessera_cupy.masks.readers import positive_axes
@@ -39,9 +40,17 @@ class KeySlices:
     """Attention mask of slices: ``group`` neighbouring query rows by one key; listed means keep.
 
     Build one with a ``from_*`` method. Each takes arrays on the host or on a GPU (NumPy, CuPy,
-    torch, DLPack, ``__array__``, nested lists) and copies them to the host, which waits for the
-    GPU. Wherever a mask is asked for, slices are taken too: they run as blocks with token bits
+    torch, DLPack, ``__array__``, nested lists). Wherever a mask is asked for, slices are taken too.
+    Plans that gather read single keys; in others they run as blocks with token bits
     (:meth:`to_block_mask`), made once for an object.
+
+    Slices from the host are a snapshot, as are those of a token mask, or of arrays in GPU memory
+    whose elements are neither bytes (of a map) nor int32 or int64 (of lists). All others from a GPU
+    are *over* their arrays, as a :class:`BlockMask` is: building copies nothing and waits for
+    nothing, and plans that gather are made on the GPU. There all keys are gathered, where the host
+    makes blocks of long runs. Keys out of range, and those that a group lists again, are left out
+    then; :meth:`check` and :meth:`tessera_cupy.Plan.check` tell of them. After the arrays have
+    changed, call :meth:`refresh`.
 
     Slices are those of FG-Attn, arXiv 2509.16518, and Chipmunk, arXiv 2506.03275.
 
@@ -102,6 +111,22 @@ class KeySlices:
         """
         tokens = _checked_shape(group, shape)
         axes = positive_axes(batch, heads)
+        rows = (_count(tokens[0], group), tokens[1])
+        over = cls._over(
+            device_source.csr(indptr, indices, axes, rows),
+            group,
+            tokens,
+            lambda: cls.from_csr(
+                formats.to_host(indptr, "indptr")[0],
+                formats.to_host(indices, "indices")[0],
+                group,
+                tokens,
+                heads=heads,
+                batch=batch,
+            ),
+        )
+        if over is not None:
+            return over
         offsets = formats.as_integers(formats.to_host(indptr, "indptr")[0], "indptr")
         keys, device = formats.to_host(indices, "indices")
         keys = formats.as_integers(keys, "indices")
@@ -125,6 +150,19 @@ class KeySlices:
                 shapes that disagree, or another group size.
         """
         tokens = _checked_shape(group, shape)
+        over = cls._over(
+            device_source.lists(indices, counts, tokens[1]),
+            group,
+            tokens,
+            lambda: cls.from_lists(
+                formats.to_host(indices, "indices")[0],
+                formats.to_host(counts, "counts")[0],
+                group,
+                tokens,
+            ),
+        )
+        if over is not None:
+            return over
         listed, device = formats.to_host(indices, "indices")
         listed = formats.with_heads(
             formats.as_integers(listed, "indices"), 2, "indices", "groups, K"
@@ -151,7 +189,8 @@ class KeySlices:
         """Build from a map of groups and keys.
 
         Args:
-            mask: bool or 0/1 integers, (B, H, groups, skv), (H, groups, skv) or (groups, skv).
+            mask: bool or 0/1 integers, (B, H, groups, skv), (H, groups, skv) or (groups, skv). Of
+                bytes in GPU memory each that is not 0 keeps.
             group: query rows of a group, one of :data:`GROUPS`.
             shape: (sq, skv) in tokens; by default whole groups.
 
@@ -159,6 +198,17 @@ class KeySlices:
             TypeError: a dtype that is no mask.
             ValueError: shapes that disagree, or another group size.
         """
+        source = device_source.dense(mask)
+        if source is not None:
+            groups, keys = source.num_blocks
+            over = cls._over(
+                source,
+                group,
+                _checked_shape(group, (groups * group, keys) if shape is None else shape),
+                lambda: cls.from_groups(formats.to_host(mask, "mask")[0] != 0, group, shape),
+            )
+            if over is not None:
+                return over
         array, device = formats.to_host(mask, "mask")
         kept = formats.with_heads(formats.as_bools(array, "mask"), 2, "mask", "groups, skv")
         tokens = _checked_shape(group, (kept.shape[2] * group, kept.shape[3]))
@@ -208,6 +258,23 @@ class KeySlices:
         entries = dense_entries(first)
         return cls(group, (sq, skv), batch, heads, entries.indptr, entries.indices, device)
 
+    @staticmethod
+    def _over(
+        source: DeviceSource | None,
+        group: int,
+        shape: tuple[int, int],
+        read: Callable[[], KeySlices],
+    ) -> KeySlices | None:
+        """Slices over GPU arrays; None where the host has to read them now, or to refuse them.
+
+        ``read`` makes the slices of copies on the host.
+        """
+        if source is None or source.num_blocks != (_count(shape[0], group), shape[1]):
+            return None
+        from tessera_cupy.masks.device_slices import DeviceSliceBlocks, DeviceSlices
+
+        return DeviceSlices(DeviceSliceBlocks(source, group, shape, read))
+
     @classmethod
     def _build(
         cls,
@@ -232,6 +299,31 @@ class KeySlices:
             )
         sorted_keys = (places - rows * shape[1]).astype(np.int32)
         return cls(group, shape, axes[0], axes[1], starts, sorted_keys, device)
+
+    def refresh(self) -> None:
+        """Take up what has changed in the GPU arrays that the slices are over.
+
+        As :meth:`BlockMask.refresh`: what was read and what was planned before is dropped. Nothing
+        waits.
+
+        Raises:
+            ValueError: the slices are a snapshot, which sees no change.
+        """
+        raise ValueError(
+            wrong(
+                "slices",
+                "slices over arrays in GPU memory",
+                "a snapshot, as those of host arrays are",
+                "build new ones",
+            )
+        )
+
+    def check(self) -> None:
+        """Check the contents of slices over GPU arrays, which waits for the GPU; others are right.
+
+        Raises:
+            ValueError: what the same arrays on the host would raise when the slices are built.
+        """
 
     @property
     def groups(self) -> int:

@@ -26,6 +26,7 @@ class Features:
         tokens: KV length.
         density: kept fraction of the token pairs, 0 to 1.
         run_coverage: fraction of the active blocks in horizontal runs of two or more.
+        slices: whether the mask is of key slices, which plans may gather.
     """
 
     block_q: int
@@ -39,6 +40,7 @@ class Features:
     tokens: int
     density: float
     run_coverage: float
+    slices: bool = False
 
     @classmethod
     def of(
@@ -76,4 +78,5 @@ class Features:
             tokens=mask.shape[1],
             density=summary.density if summary else mask.density(),
             run_coverage=summary.run_coverage if summary else mask.run_coverage(),
+            slices=mask.slices is not None,
         )

@@ -13,6 +13,7 @@ def key_name(match: Match) -> str:
     """Name the requests that a key matches; fields that match anything are left out."""
     q, kv = _sizes("q", match.block_q), _sizes("k", match.block_kv)
     words = [
+        match.mask or "",
         q + kv if f"{q}{kv}".isalnum() else f"{q} {kv}".strip(),
         _flag(match.ragged, "ragged", "uniform"),
         _flag(match.token_bits, "bits", "no-bits"),

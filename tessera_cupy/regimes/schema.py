@@ -2,7 +2,8 @@
 
 Intervals are half-open, ``low <= value < high``. In the file, block sizes and head dims
 of a key run ``from`` a size ``to`` a size, both included; the bounds of a regime run
-``from`` an edge and stay ``below`` an edge. A bound or a field that is left out means any.
+``from`` an edge and stay ``below`` an edge. A bound or a field that is left out means any. A key
+with ``mask: slices`` is for key slices alone, and comes before those that say nothing of the mask.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ SCHEMA = 1
 PROVENANCES = ("default", "model", "measured")
 DTYPES = ("float16", "bfloat16")
 LAYOUTS = ("BHSD", "BSHD")
+#: Kinds of masks that a key may be for.
+MASKS = ("slices",)
 #: Axes that a key buckets by edges, in the order of regime names.
 AXES = ("heads", "tokens", "density", "run_coverage")
 
@@ -49,6 +52,7 @@ class Match:
     dtype: str | None = None
     head_dim: Interval = ANY
     layout: str | None = None
+    mask: str | None = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,7 @@ def _key(entry: Entry) -> Key:
 
 
 def _match(entry: Entry) -> Match:
-    names = ("block_q", "block_kv", "ragged", "token_bits", "dtype", "head_dim", "layout")
+    names = ("block_q", "block_kv", "ragged", "token_bits", "dtype", "head_dim", "layout", "mask")
     fields = entry.mapping((), names)
     flags = {n: fields[n].boolean() for n in ("ragged", "token_bits") if n in fields}
     sizes = {n: _sizes(fields[n]) for n in ("block_q", "block_kv", "head_dim") if n in fields}
@@ -207,6 +211,7 @@ def _match(entry: Entry) -> Match:
         dtype=fields["dtype"].text(DTYPES) if "dtype" in fields else None,
         head_dim=sizes.get("head_dim", ANY),
         layout=fields["layout"].text(LAYOUTS) if "layout" in fields else None,
+        mask=fields["mask"].text(MASKS) if "mask" in fields else None,
     )
 
 

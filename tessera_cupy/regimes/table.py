@@ -118,7 +118,7 @@ class Table:
         'share'
         """
         f = features
-        cell = (
+        cell: tuple[object, ...] = (
             bisect_right(self._q, f.block_q),
             bisect_right(self._kv, f.block_kv),
             f.ragged,
@@ -127,7 +127,8 @@ class Table:
             bisect_right(self._dim, f.head_dim),
             f.layout,
         )
-        buckets = self._index.get(cell)
+        buckets = self._index.get((True, *cell)) if f.slices else None
+        buckets = buckets or self._index.get((False, *cell))
         if buckets is None:
             return self._miss(f)
         return buckets.at(f.heads, f.tokens, f.density, f.run_coverage)
@@ -148,6 +149,7 @@ class Table:
     def _cells(self, match: Match) -> Iterator[tuple[object, ...]]:
         """Index entries of the requests that a key matches."""
         return product(
+            (match.mask is not None,),
             _classes(self._q, match.block_q),
             _classes(self._kv, match.block_kv),
             (False, True) if match.ragged is None else (match.ragged,),

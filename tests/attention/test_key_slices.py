@@ -83,8 +83,10 @@ def test_a_plan_takes_slices_and_new_ones() -> None:
     q, k, v = inputs((150, 230), (1, 1, 1))
     plan = make_plan(slices, q, k, v)
     assert plan.mask is slices.to_block_mask()
+    assert "slices of 64 rows by single keys" in plan.explain()
     text = "slices of 64 rows, run as blocks of"
-    assert text in plan.explain()
+    pack = make_plan(slices, q, k, v, regime="attend_mma/q64k64/retain-pack/rows")
+    assert text in pack.explain()
     plain = BlockMask.from_dense([[1]], (64, 16))
     assert text not in make_plan(plain, ArraySpec((1, 1, 64, 32))).explain()
     kept = ~slices.to_dense()

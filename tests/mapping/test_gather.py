@@ -369,13 +369,27 @@ def test_a_plan_that_gathers_runs_on_the_host_and_takes_other_slices() -> None:
         plan.update(BlockMask.from_dense(np.ones((2, 13), bool), (128, 16), (256, 200)))
 
 
-def test_no_plan_gathers_unless_it_is_named() -> None:
+def test_slices_alone_are_gathered() -> None:
     plan = named_plan()
     spec = ArraySpec((1, 1, 256, 128), "float16")
     keys = ArraySpec((1, 1, 200, 128), "float16")
     chosen = make_plan(plan.mask, spec, keys, arch="sm_90a")
-    assert chosen.spec.mapping.kv != "gather"
+    assert chosen.spec.name == "attend_wgmma/q128k192/retain-gather/longest+split"
+    blocks = BlockMask.from_dense(np.ones((2, 13), bool), (128, 16), (256, 200))
+    chosen = make_plan(blocks, spec, keys, arch="sm_90a")
+    assert chosen.spec.mapping.kv == "pack"
     assert not plan.spec.serves(128, 16, ragged=False)
+
+
+def test_without_runs_all_keys_are_gathered() -> None:
+    slices = slices_of([*range(70), 80], [1], group=64, shape=(100, 90))
+    tiles = map_slices(slices, "share", 128, 128, runs=False)
+    # A step has two fragments. Key 1 is of both groups; the first alone has 70 others, in a step.
+    assert tiles.frag_len.tolist() == [1, 0, 64, 6]
+    assert tiles.frag_gathered is not None
+    assert tiles.frag_gathered.tolist() == [True, False, True, True]
+    assert tiles.rows is not None
+    assert sorted(tiles.rows.tolist()) == [*range(70), 80]
 
 
 def test_gathered_rows_are_drawn_where_they_lie() -> None:

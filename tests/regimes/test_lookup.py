@@ -294,3 +294,21 @@ def test_lookups_are_fast_and_always_the_same(tmp_path):
         times.append((time.perf_counter() - begin) / 100)
     # About 1.5 us; the bound leaves room for a slow and busy machine.
     assert min(times) < 20e-6
+
+
+def test_keys_of_slices_come_before_those_of_all_masks(tmp_path):
+    keys = key("block_q: {to: 64}", "q128k64/retain-pack")
+    keys += key("mask: slices, block_q: 64", "q64k64/retain-gather")
+    table = table_of(tmp_path, keys)
+    assert first(table) == "q128k64/retain-pack"
+    assert first(table, slices=True) == "q64k64/retain-gather"
+    assert ask(table, slices=True).regime == "toy slices q64"
+    assert first(table, slices=True, block_q=16) == "q128k64/retain-pack"
+    assert first(table, slices=True, block_q=128) == BASE[0]
+    assert ask(table, slices=True, block_q=128).key == "base"
+
+
+def test_two_keys_of_slices_may_not_claim_one_request(tmp_path):
+    keys = key("mask: slices", "q64k64/retain-gather")
+    with pytest.raises(TableError, match=r"requests of its own"):
+        table_of(tmp_path, keys + key("mask: slices, block_q: 64", "q64k64/split-gather"))

@@ -117,6 +117,7 @@ def test_other_ways_to_write_the_same(tmp_path, old, new):
         ("ragged: false", "ragged: 0", "keys[0].match.ragged", "got 0"),
         ("dtype: bfloat16", "dtype: off", "keys[0].match.dtype", "truth value"),
         ("layout: BHSD", "layout: bhsd", "keys[0].match.layout", "BHSD, BSHD"),
+        ("layout: BHSD", "layout: BHSD\n      mask: blocks", "keys[0].match.mask", "one of slices"),
         ("device: NVIDIA H200", "device: on", "device", "quotes"),
         ("catalog: 0a1b2c", "catalog: 12", "catalog", "quotes"),
         ("catalog: 0a1b2c", "catalog:", "catalog", "(null)"),
@@ -314,4 +315,5 @@ def test_features_have_the_fields_that_the_schema_matches():
     # A feature without a place in the schema could never be decided by.
     known = {"block_q", "block_kv", "ragged", "token_bits", "dtype", "head_dim", "layout"}
     known |= {"heads", "tokens", "density", "run_coverage"}
+    known |= {"slices"}  # as `mask: slices`
     assert set(Features.__dataclass_fields__) == known

@@ -8,7 +8,7 @@ from tessera_cupy import ArraySpec, make_plan
 from tessera_cupy.kernels.arch import ARCHS
 from tessera_cupy.kernels.catalog import find
 from tessera_cupy.mapping import why_not
-from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.regimes import Features, load_for
 
 TABLES = ("sm80", "sm89", "sm90", "sm100", "sm120")
@@ -36,7 +36,9 @@ def archs_of(table):
 
 @cache
 def has_kernel(arch, plan, dtype, head_dim, bits):
-    config = find(arch, plan.kernel, dtype, head_dim, plan.tile_q, plan.tile_kv, bits)
+    gather = plan.mapping.kv == "gather"
+    sizes = (head_dim, plan.tile_q, plan.tile_kv)
+    config = find(arch, plan.kernel, dtype, *sizes, bits=bits and not gather, gather=gather)
     return config is not None
 
 
@@ -142,6 +144,7 @@ def test_every_regime_can_be_reached(name):
             "block_kv": max(1, match.block_kv.low),
             "head_dim": max(8, match.head_dim.low),
             "ragged": bool(match.ragged),
+            "slices": match.mask == "slices",
         }
         for regime in key.regimes:
             bounds = zip(("heads", "tokens", "density", "run_coverage"), regime.when, strict=True)
@@ -157,6 +160,32 @@ def best(name, kernel="attend_mma", **changes):
     spec = next(spec for spec in ranking if spec.kernel == kernel)
     assert spec.organization.longest
     return f"q{spec.tile_q}k{spec.tile_kv} {spec.mapping.name}"
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("dim", [40, 64, 96, 128, 256])
+@pytest.mark.parametrize(("group", "split"), [(64, False), (128, False), (192, True)])
+def test_key_slices_are_gathered(name, dim, group, split):
+    """Ranked first is a plan for which there are kernels, and that serves such groups."""
+    slices = KeySlices.from_groups(np.eye(2, 100, dtype=bool), group)
+    mask = slices.to_block_mask()
+    changes = {"block_q": group, "block_kv": 16, "token_bits": True, "head_dim": dim}
+    for dtype, density in product(DTYPES, (0.01, 0.9)):
+        given = {**REQUEST, **changes, "dtype": dtype, "density": density, "slices": True}
+        choice = load_for(name).lookup(Features(**given))
+        first = choice.ranking[0]
+        assert first.mapping.kv == "gather"
+        assert (first.mapping.q == "split") == (split or (dim > 128 and group > 64))
+        assert (first.kernel == "attend_wgmma") == (name == "sm90" and dim <= 128)
+        for plan in choice.ranking:
+            if plan.mapping.kv == "gather":
+                assert why_not(plan.mapping, mask, plan.tile_q, plan.tile_kv) is None
+                assert all(has_kernel(arch, plan, dtype, dim, True) for arch in archs_of(name))
+        blocks = load_for(name).lookup(Features(**{**given, "slices": False}))
+        assert {plan.mapping.kv for plan in blocks.ranking} == {"pack"}
+    small = {**REQUEST, "block_q": 16, "block_kv": 16, "token_bits": True, "slices": True}
+    ranking = load_for(name).lookup(Features(**small)).ranking
+    assert {plan.mapping.kv for plan in ranking} == {"pack"}
 
 
 # Masks of video models at head dim 96, where all generations have the same tiles.
