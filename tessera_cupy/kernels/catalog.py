@@ -302,8 +302,11 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     "kmeans_means": TokenKernel(
         ("fp16", "bf16"), 8, 4, "a CTA a cluster, as clusters differ in size"
     ),
+    "kmeans_counts": TokenKernel(
+        (), 16, 2, "a CTA a part of a head, as many as multiprocessors at the usual lengths"
+    ),
     "kmeans_order": TokenKernel(
-        (), 16, 1, "a CTA a head; the labels' counts of 16 warps fill its shared memory"
+        (), 16, 2, "as kmeans_counts; the labels' counts of 16 warps fill its shared memory"
     ),
     "permute_tokens": TokenKernel(
         (), 8, 4, "rows as bytes, of any dtype; four CTAs have twice as much in flight as HBM needs"

@@ -1,4 +1,4 @@
-"""Launching ``kmeans_assign.cu``, ``kmeans_order.cu`` and ``kmeans_means.cu``."""
+"""Launching ``kmeans_assign.cu``, ``kmeans_counts.cu``, ``kmeans_order.cu``, ``kmeans_means.cu``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ ASSIGN_PARAMS = np.dtype(
     ],
     align=True,
 )
+#: ``KmeansCountsParams`` in kmeans_counts.cu.
+COUNTS_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("labels", "counts")],
+        *[(name, np.int32) for name in ("tokens", "clusters", "label_bits", "parts")],
+    ],
+    align=True,
+)
 #: ``KmeansOrderParams`` in kmeans_order.cu.
 ORDER_PARAMS = np.dtype(
     [
-        *[(name, np.uint64) for name in ("labels", "order", "sizes", "starts")],
-        *[(name, np.int32) for name in ("tokens", "clusters", "label_bits")],
+        *[(name, np.uint64) for name in ("labels", "counts", "order", "sizes", "starts")],
+        *[(name, np.int32) for name in ("tokens", "clusters", "label_bits", "parts")],
     ],
     align=True,
 )
@@ -42,8 +50,8 @@ _SMEM = 48 * 1024
 _ORDER_WARPS = 16
 #: Labels that ``kmeans_order`` has room for: an int32, and 16 bits a warp, of each.
 MOST_LABELS = (_SMEM - 4 * _ORDER_WARPS) // (4 + 2 * _ORDER_WARPS)
-#: Tokens of a head: each warp counts its part in 16 bits.
-MOST_TOKENS = _ORDER_WARPS * (2**16 - 32)
+# Tokens of a part, ``PartLabels::kTokens`` in common/labels.cuh.
+_PART = 8 * 32 * _ORDER_WARPS
 
 
 class Sorted(NamedTuple):
@@ -103,7 +111,8 @@ def kmeans(
     stream = cupy.cuda.get_current_stream()
     cupy.cuda.runtime.memsetAsync(sizes.data.ptr, 0, sizes.nbytes, stream.ptr)
 
-    tiles = -(-tokens // PRODUCT_TILE)
+    tiles, parts = -(-tokens // PRODUCT_TILE), -(-every // _PART)
+    counts = new((planes, parts, labels_count), np.uint16, memory)
     assign: dict[str, Any] = {
         "x": x.data.ptr + start * d * x.dtype.itemsize,
         "centroids": rounded.data.ptr,
@@ -115,14 +124,18 @@ def kmeans(
         "clusters": clusters,
         "tiles": tiles,
     }
-    sort: dict[str, Any] = {
+    count: dict[str, Any] = {
         "labels": labels.data.ptr,
-        "order": order.data.ptr,
-        "sizes": sizes.data.ptr,
-        "starts": starts.data.ptr,
+        "counts": counts.data.ptr,
         "tokens": every,
         "clusters": labels_count,
         "label_bits": (labels_count - 1).bit_length(),
+        "parts": parts,
+    }
+    sort = count | {
+        "order": order.data.ptr,
+        "sizes": sizes.data.ptr,
+        "starts": starts.data.ptr,
     }
     mean: dict[str, Any] = {
         "x": x.data.ptr,
@@ -142,7 +155,8 @@ def kmeans(
         begin = mean | {"spread": tokens, "spread_start": start}
     else:
         begin = mean | {"kept": centroids.data.ptr}
-    order_smem = 4 * _ORDER_WARPS + labels_count * (4 + 2 * _ORDER_WARPS)
+    counts_smem = 2 * _ORDER_WARPS * labels_count
+    order_smem = counts_smem + 4 * (_ORDER_WARPS + labels_count)
     means_smem = 4 * CHUNK * 32 * builder(arch, f"kmeans_means_{element}").warps
 
     def run(name: str, dtype: np.dtype[Any], params: dict[str, Any], ctas: int, smem: int) -> None:
@@ -157,6 +171,7 @@ def kmeans(
     for i in range(iterations):
         found = assign | {"flag": 0 if i else flag}
         run(f"kmeans_assign_{element}", ASSIGN_PARAMS, found, planes * tiles, PRODUCT_SMEM)
-        run("kmeans_order", ORDER_PARAMS, sort, planes, order_smem)
+        run("kmeans_counts", COUNTS_PARAMS, count, planes * parts, counts_smem)
+        run("kmeans_order", ORDER_PARAMS, sort, planes * parts, order_smem)
         average(mean)
     return Sorted(order, sizes, moved)

@@ -106,6 +106,23 @@ def test_tokens_of_no_cluster_come_last(folder: Path, start: int) -> None:
 
 
 @needs_compiler
+def test_heads_of_several_parts(folder: Path) -> None:
+    """Text first, parts in the midst of clusters, one of them short, and one without a label."""
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((1, 2, 8300, 8)).astype(np.float16)
+    x[0, 1, 4096:8192] = x[0, 1, 5000]
+    centroids = rng.standard_normal((1, 2, 7, 8)).astype(np.float32)
+    order, sizes, moved = run(folder, x, centroids, 1, 11, start=9, tokens=8291)
+    for h in range(2):
+        wide = x[0, h, 9:].astype(np.float64)
+        labels, means = lloyd(wide, centroids[0, h], np.float16)
+        assert sizes[0, h].tolist() == [*np.bincount(labels, minlength=7), 9]
+        expected = (np.argsort(labels, kind="stable") + 9).tolist()
+        assert order[0, h].tolist() == [*expected, *range(9)]
+        assert moved[0, h] == pytest.approx(means, rel=1e-4, abs=1e-5)
+
+
+@needs_compiler
 def test_equal_centroids_give_all_to_the_first(folder: Path) -> None:
     x = np.ones((1, 1, 40, 8), np.float16)
     centroids = np.ones((1, 1, 131, 8), np.float32)
