@@ -157,7 +157,8 @@ def kmeans(
         begin = mean | {"kept": centroids.data.ptr}
     counts_smem = 2 * _ORDER_WARPS * labels_count
     order_smem = counts_smem + 4 * (_ORDER_WARPS + labels_count)
-    means_smem = 4 * CHUNK * 32 * builder(arch, f"kmeans_means_{element}").warps
+    means_threads = 32 * builder(arch, f"kmeans_means_{element}").warps
+    means_smem = 4 * CHUNK * (means_threads + 2 * chunks)
 
     def run(name: str, dtype: np.dtype[Any], params: dict[str, Any], ctas: int, smem: int) -> None:
         config = builder(arch, name)
