@@ -174,6 +174,9 @@ _TILE_SMEM: dict[str, Callable[[int], int]] = {
     "tile_scan": lambda warps: max(4 * 256 * warps, 8 * 4096) + 2048 + 32 * warps + 40,
     # 1024 entries of 16 bits a warp.
     "tile_fragments": lambda warps: 2048 * warps,
+    # NearestStorage: two stages of 192 rows of 256 bytes, three of 128, a float each of these; ten
+    # barriers, and what aligns the whole.
+    "kmeans_assign_wgmma": lambda _: _align((2 * 192 + 3 * 128) * 256 + 3 * 512 + 80, 1024),
     # RaggedStorage: a sum a warp, and four numbers.
     "ragged_blocks": lambda warps: 8 * warps + 32,
 }
@@ -268,19 +271,21 @@ _CSR_COLUMNS_WHY = "a warp a row, a lane a word: neighbouring lanes write neighb
 
 
 class TokenKernel(NamedTuple):
-    """A kernel that moves, pools or scores tokens: the same shape for every architecture.
+    """A kernel that moves, pools or scores tokens: the same shape for every architecture it has.
 
     Attributes:
         elements: of :data:`ELEMENTS`, those that it reads; none if it reads no tokens.
         warps: warps of one CTA.
         min_ctas: CTAs that fit on one multiprocessor together.
         why: the reason for this shape.
+        archs: those that it is for.
     """
 
     elements: tuple[str, ...]
     warps: int
     min_ctas: int
     why: str
+    archs: tuple[str, ...] = _ALL
 
 
 #: Kernels around the attention, by the name of their source: orders, and the rules of sparsifiers.
@@ -298,6 +303,13 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     "head_mean": TokenKernel((), 16, 1, "a CTA a head, with many warps that each read few blocks"),
     "kmeans_assign": TokenKernel(
         ("fp16", "bf16"), 8, 2, "64 x 32 of a product a warp, and the bests of its rows beside it"
+    ),
+    "kmeans_assign_wgmma": TokenKernel(
+        ("fp16", "bf16"),
+        13,
+        1,
+        "three warpgroups of 64 tokens, which take turns at comparing, and a warp that copies",
+        ("sm_90a",),
     ),
     "kmeans_means": TokenKernel(
         ("fp16", "bf16"), 8, 4, "a CTA a cluster, as clusters differ in size"
@@ -411,6 +423,8 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
     why = _RAGGED_BLOCKS_WHY
     configs.append(_builder(target.name, "ragged_blocks", _RAGGED_BLOCKS_WARPS, 1, (), why))
     for kernel, of in TOKEN_KERNELS.items():
+        if target.name not in of.archs:
+            continue
         for element in of.elements or ("",):
             read = (element,) if element else ()
             configs.append(_builder(target.name, kernel, of.warps, of.min_ctas, read, of.why))
