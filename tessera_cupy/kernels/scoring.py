@@ -86,8 +86,8 @@ KEEP_MASS_PARAMS = np.dtype(
 
 # Rows and columns of what a CTA of block_scores makes; columns of one B.
 _SCORE_TILE = (64, 128)
-# Columns of a row that one warp keeps in registers, kWarpColumns in rows.cuh.
-_WARP_COLUMNS = 1024
+# Columns of a row that one warp takes, kWarpColumns in rows.cuh.
+_WARP_COLUMNS = 1536
 _SHORT = {name: feature for feature, name in ELEMENTS.items()}
 _KINDS = {"mean": "mean", "max": "high", "min": "low"}
 
