@@ -333,6 +333,7 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     "block_scores": TokenKernel(
         (), 4, 3, "8 x 8 products a thread: 64 multiply-adds for four reads of shared memory"
     ),
+    "block_products": TokenKernel((), 8, 2, "64 x 32 of a product a warp, as three of tf32 parts"),
     "extreme_scores": TokenKernel(
         ("fp16", "bf16"), 8, 2, "128 x 128 products of 16-bit extremes, two of them a score"
     ),
