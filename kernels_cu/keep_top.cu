@@ -5,8 +5,8 @@
 // Shared memory: two words a warp, for long rows.
 //
 // Expected on an H200, a prediction, for 8 heads x 900 rows x 900 columns: 26 MB of scores, mostly
-// in L2; 1,500 instructions a row, of which 950 are 14 steps of the search: 12 us. For 1,440 x 1,440:
-// 3,000 a row: 25 us.
+// in L2; 1,500 instructions a row, of which 950 are 14 steps of the search: 12 us. For 1,440 x
+// 1,440: 3,000 a row: 25 us.
 #pragma once
 
 #include "common/rows.cuh"

@@ -14,8 +14,8 @@
 namespace tessera {
 
 inline constexpr int kHeld = 32;
-// Of a row that one warp takes. It reads up to half as many again as it holds in each step, from L1:
-// that costs less than a barrier of the CTA in each.
+// Of a row that one warp takes. It reads up to half as many again as it holds in each step, from
+// L1: that costs less than a barrier of the CTA in each.
 inline constexpr int kWarpColumns = 48 * kHeld;
 
 // A key of a float: rising as it does; NaN is minus infinity, and zeros are equal.
