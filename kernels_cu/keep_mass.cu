@@ -7,7 +7,7 @@
 // keys sum to enough; of those at it as many are kept as it takes. How a row is searched, and that
 // its sums have a fixed order: common/rows.cuh. NaN counts as minus infinity.
 //
-// A warp takes a row of up to 1,024 columns, a CTA a longer one, and then the one a grid further.
+// A warp takes a row of up to 1,536 columns, a CTA a longer one, and then the one a grid further.
 // Shared memory: two words a warp, for long rows.
 //
 // Expected on an H200, a prediction, for 8 heads x 900 rows x 900 columns: 3,000 instructions a

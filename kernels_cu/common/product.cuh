@@ -1,9 +1,15 @@
-// C (128 x 128, float32) = A B^T of 16-bit rows that lie anywhere, with mma.m16n8k16.
+// C (128 x 128, float32) = A B^T of 16-bit rows that lie anywhere, with mma.m16n8k16, or of float32
+// ones, with mma.m16n8k8.
 //
 // For kernels that score tokens and keep only what follows from the scores: eight warps, each 64 x
-// 32 of C in registers. A and B arrive in slices of 32 elements by cp.async, three stages ahead of
+// 32 of C in registers. A and B arrive in slices of 64 bytes by cp.async, three stages ahead of
 // one barrier a slice. What a row is, the caller's sources say: each thread copies one 16-byte
 // chunk of two rows of either side, 64 rows apart, and a source walks along them.
+//
+// Float32 numbers are split into a high part of tf32's 11 bits, to the nearest, and what is left,
+// of which tf32 has all bits but the last. Three products are added, from small to large; the
+// fourth, of what is left of both, is below 2^-24 of the whole. So a product is nearly as good as
+// in float32; sums are the tensor cores'.
 //
 // Shared memory: 3 stages x 2 sides x 128 rows x 64 bytes = 48 KB, the most without an attribute.
 #pragma once
@@ -46,6 +52,12 @@ struct BackwardRows {
   }
 };
 
+// A number's part of 11 bits, and the rest.
+__device__ __forceinline__ void split(u32 bits, u32& high, u32& rest) {
+  high = (bits + 0x1000u) & 0xffffe000u;
+  rest = __float_as_uint(__uint_as_float(bits) - __uint_as_float(high));
+}
+
 template <typename T>
 struct Product {
   static constexpr int kWarps = 8;
@@ -56,6 +68,8 @@ struct Product {
   static constexpr int kRowBytes = 16 * kSliceChunks;
   static constexpr int kSideBytes = kTile * kRowBytes;
   static constexpr int kSharedBytes = 2 * kStages * kSideBytes;
+  // Steps of a slice; the parts of float32 leave registers for one at a time.
+  static constexpr int kUnrolled = is_same<T, float> ? 1 : kSliceChunks / 2;
 
   // The thread's part of C: row tile of 16, column tile of 8, and as mma.m16n8k16 has it.
   float c[4][4][4];
@@ -136,21 +150,53 @@ struct Product {
     const u32 a_from = stage + swizzled((warp >> 2) * 64 + (lane & 15), lane >> 4);
     const u32 b_from = stage + kSideBytes +
                        swizzled((warp & 3) * 32 + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-#pragma unroll
+#pragma unroll(kUnrolled)
     for (int k = 0; k < kSliceChunks / 2; ++k) {
       u32 right[2][4];
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair)
         ldmatrix_x4(right[pair], (b_from ^ (k << 5)) + pair * 16 * kRowBytes);
+      if constexpr (is_same<T, float>) {
+        multiply_parts(a_from ^ (k << 5), right);
+      } else {
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        u32 left[4];
-        ldmatrix_x4(left, (a_from ^ (k << 5)) + m * 16 * kRowBytes);
+        for (int m = 0; m < 4; ++m) {
+          u32 left[4];
+          ldmatrix_x4(left, (a_from ^ (k << 5)) + m * 16 * kRowBytes);
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+            mma_m16n8k16<T>(c[m][n], left, right[n >> 1][2 * (n & 1)],
+                            right[n >> 1][2 * (n & 1) + 1]);
+        }
+      }
+    }
+  }
+
+  // Eight float32 columns of A and B; fragments of a matrix of 8 x 16 bytes are what mma.m16n8k8
+  // takes.
+  __device__ __forceinline__ void multiply_parts(u32 a_from, const u32 (&right)[2][4]) {
+    u32 right_high[2][4];
+    u32 right_rest[2][4];
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) split(right[pair][i], right_high[pair][i], right_rest[pair][i]);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      u32 left[4];
+      u32 left_high[4];
+      u32 left_rest[4];
+      ldmatrix_x4(left, a_from + m * 16 * kRowBytes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) split(left[i], left_high[i], left_rest[i]);
+      auto add = [&](const u32(&a)[4], const u32(&b)[2][4]) {
 #pragma unroll
         for (int n = 0; n < 4; ++n)
-          mma_m16n8k16<T>(c[m][n], left, right[n >> 1][2 * (n & 1)],
-                          right[n >> 1][2 * (n & 1) + 1]);
-      }
+          mma_m16n8k8_tf32(c[m][n], a, b[n >> 1][2 * (n & 1)], b[n >> 1][2 * (n & 1) + 1]);
+      };
+      add(left_rest, right_high);
+      add(left_high, right_rest);
+      add(left_high, right_high);
     }
   }
 };

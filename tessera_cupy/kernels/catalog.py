@@ -179,6 +179,9 @@ _TILE_SMEM: dict[str, Callable[[int], int]] = {
     # 1024 entries of 16 bits a warp.
     "tile_fragments": lambda warps: 2048 * warps,
     "slice_fragments": lambda warps: 2048 * warps,
+    # NearestStorage: two stages of 192 rows of 256 bytes, three of 128, a float each of these; ten
+    # barriers, and what aligns the whole.
+    "kmeans_assign_wgmma": lambda _: _align((2 * 192 + 3 * 128) * 256 + 3 * 512 + 80, 1024),
     # RaggedStorage: a sum a warp, and four numbers.
     "ragged_blocks": lambda warps: 8 * warps + 32,
 }
@@ -280,19 +283,21 @@ _CSR_COLUMNS_WHY = "a warp a row, a lane a word: neighbouring lanes write neighb
 
 
 class TokenKernel(NamedTuple):
-    """A kernel that moves, pools or scores tokens: the same shape for every architecture.
+    """A kernel that moves, pools or scores tokens: the same shape for every architecture it has.
 
     Attributes:
         elements: of :data:`ELEMENTS`, those that it reads; none if it reads no tokens.
         warps: warps of one CTA.
         min_ctas: CTAs that fit on one multiprocessor together.
         why: the reason for this shape.
+        archs: those that it is for.
     """
 
     elements: tuple[str, ...]
     warps: int
     min_ctas: int
     why: str
+    archs: tuple[str, ...] = _ALL
 
 
 #: Kernels around the attention, by the name of their source: orders, and the rules of sparsifiers.
@@ -314,11 +319,21 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     "kmeans_line": TokenKernel(
         (), 16, 1, "a CTA a head, as its sums run over all centroids: once a selection"
     ),
+    "kmeans_assign_wgmma": TokenKernel(
+        ("fp16", "bf16"),
+        13,
+        1,
+        "three warpgroups of 64 tokens, which take turns at comparing, and a warp that copies",
+        ("sm_90a",),
+    ),
     "kmeans_means": TokenKernel(
         ("fp16", "bf16"), 8, 4, "a CTA a cluster, as clusters differ in size"
     ),
+    "kmeans_counts": TokenKernel(
+        (), 16, 2, "a CTA a part of a head, as many as multiprocessors at the usual lengths"
+    ),
     "kmeans_order": TokenKernel(
-        (), 16, 1, "a CTA a head; the labels' counts of 16 warps fill its shared memory"
+        (), 16, 2, "as kmeans_counts; the labels' counts of 16 warps fill its shared memory"
     ),
     "permute_tokens": TokenKernel(
         (), 8, 4, "rows as bytes, of any dtype; four CTAs have twice as much in flight as HBM needs"
@@ -333,6 +348,7 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     "block_scores": TokenKernel(
         (), 4, 3, "8 x 8 products a thread: 64 multiply-adds for four reads of shared memory"
     ),
+    "block_products": TokenKernel((), 8, 2, "64 x 32 of a product a warp, as three of tf32 parts"),
     "extreme_scores": TokenKernel(
         ("fp16", "bf16"), 8, 2, "128 x 128 products of 16-bit extremes, two of them a score"
     ),
@@ -441,6 +457,8 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
     why = _RAGGED_BLOCKS_WHY
     configs.append(_builder(target.name, "ragged_blocks", _RAGGED_BLOCKS_WARPS, 1, (), why))
     for kernel, of in TOKEN_KERNELS.items():
+        if target.name not in of.archs:
+            continue
         for element in of.elements or ("",):
             read = (element,) if element else ()
             configs.append(_builder(target.name, kernel, of.warps, of.min_ctas, read, of.why))

@@ -1,4 +1,4 @@
-"""Launching ``kmeans_assign.cu``, ``kmeans_order.cu``, ``kmeans_means.cu``, ``kmeans_line.cu``."""
+"""Launching the kernels of k-means: ``kmeans_*.cu``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tessera_cupy import gpus
 from tessera_cupy.kernels import launch
-from tessera_cupy.kernels.catalog import builder
+from tessera_cupy.kernels.catalog import KernelConfig, builder, catalog
 from tessera_cupy.kernels.lifetime import new
+from tessera_cupy.kernels.tensor_maps import SLAB, TENSOR_MAP, rows_map
 from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE
 
 #: ``KmeansAssignParams`` in kmeans_assign.cu.
@@ -19,11 +21,31 @@ ASSIGN_PARAMS = np.dtype(
     ],
     align=True,
 )
+#: ``KmeansAssignWgmmaParams`` in kmeans_assign_wgmma.cu; tensor maps lie at multiples of 64 bytes.
+ASSIGN_WGMMA_PARAMS = np.dtype(
+    {
+        "names": [
+            *("x", "centroids", "half_norms", "labels", "flag"),
+            *("x_tokens", "tokens", "clusters", "tiles", "items", "slabs"),
+        ],
+        "formats": [*[TENSOR_MAP] * 2, *[np.uint64] * 3, *[np.int32] * 6],
+        "offsets": [0, 128, *range(256, 280, 8), *range(280, 304, 4)],
+        "itemsize": 320,
+    }
+)
+#: ``KmeansCountsParams`` in kmeans_counts.cu.
+COUNTS_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("labels", "counts")],
+        *[(name, np.int32) for name in ("tokens", "clusters", "label_bits", "parts")],
+    ],
+    align=True,
+)
 #: ``KmeansOrderParams`` in kmeans_order.cu.
 ORDER_PARAMS = np.dtype(
     [
-        *[(name, np.uint64) for name in ("labels", "order", "sizes", "starts")],
-        *[(name, np.int32) for name in ("tokens", "clusters", "label_bits")],
+        *[(name, np.uint64) for name in ("labels", "counts", "order", "sizes", "starts")],
+        *[(name, np.int32) for name in ("tokens", "clusters", "label_bits", "parts")],
     ],
     align=True,
 )
@@ -46,14 +68,16 @@ LINE_PARAMS = np.dtype(
     align=True,
 )
 
+# Tokens and centroids of a step, and the longest row, of kmeans_assign_wgmma.cu.
+_WGMMA_ROWS, _WGMMA_COLUMNS, _WGMMA_DIM = 192, 128, 128
 _SMEM = 48 * 1024
 _ORDER_WARPS = 16
 #: Labels that ``kmeans_order`` has room for: an int32, and 16 bits a warp, of each.
 MOST_LABELS = (_SMEM - 4 * _ORDER_WARPS) // (4 + 2 * _ORDER_WARPS)
 # Channels of each sum in ``kmeans_line``.
 _LINE_CHANNELS = 256
-#: Tokens of a head: each warp counts its part in 16 bits.
-MOST_TOKENS = _ORDER_WARPS * (2**16 - 32)
+# Tokens of a part, ``PartLabels::kTokens`` in common/labels.cuh.
+_PART = 8 * 32 * _ORDER_WARPS
 
 
 class Sorted(NamedTuple):
@@ -112,26 +136,55 @@ def kmeans(
     sizes, starts = (new((batch, heads, labels_count), np.int32, memory) for _ in range(2))
     if tokens < every:
         labels.fill(clusters)
-    tiles = -(-tokens // PRODUCT_TILE)
+    parts = -(-every // _PART)
+    counts = new((planes, parts, labels_count), np.uint16, memory)
     assign: dict[str, Any] = {
-        "x": x.data.ptr + start * d * x.dtype.itemsize,
-        "centroids": rounded.data.ptr,
         "half_norms": half_norms.data.ptr,
         "labels": labels.data.ptr + 4 * start,
         "x_tokens": every,
         "tokens": tokens,
-        "chunks": chunks,
         "clusters": clusters,
-        "tiles": tiles,
     }
-    sort: dict[str, Any] = {
+    first = x.data.ptr + start * d * x.dtype.itemsize
+    assigning = _assigning(arch, element, d)
+    if assigning.kernel == "kmeans_assign_wgmma":
+        assign_params, assign_smem = ASSIGN_WGMMA_PARAMS, assigning.smem_bytes
+        items = planes * -(-tokens // _WGMMA_ROWS)
+        assign_ctas = min(items, gpus.multiprocessors(x.device.id))
+
+        def rows(pointer: int, length: int, head: int, box: int) -> Any:
+            strides = (planes * head, head, d)
+            return rows_map(pointer, x.dtype.name, (1, planes, length, d), strides, box)
+
+        assign |= {
+            "x": rows(first, tokens, every * d, _WGMMA_ROWS),
+            "centroids": rows(rounded.data.ptr, clusters, clusters * d, _WGMMA_COLUMNS),
+            "tiles": items // planes,
+            "items": items,
+            "slabs": -(-d // SLAB),
+        }
+    else:
+        assign_params, assign_smem = ASSIGN_PARAMS, PRODUCT_SMEM
+        tiles = -(-tokens // PRODUCT_TILE)
+        assign_ctas = planes * tiles
+        assign |= {
+            "x": first,
+            "centroids": rounded.data.ptr,
+            "chunks": chunks,
+            "tiles": tiles,
+        }
+    count: dict[str, Any] = {
         "labels": labels.data.ptr,
-        "order": order.data.ptr,
-        "sizes": sizes.data.ptr,
-        "starts": starts.data.ptr,
+        "counts": counts.data.ptr,
         "tokens": every,
         "clusters": labels_count,
         "label_bits": (labels_count - 1).bit_length(),
+        "parts": parts,
+    }
+    sort = count | {
+        "order": order.data.ptr,
+        "sizes": sizes.data.ptr,
+        "starts": starts.data.ptr,
     }
     mean: dict[str, Any] = {
         "x": x.data.ptr,
@@ -147,8 +200,10 @@ def kmeans(
         "clusters": clusters,
         "size_stride": labels_count,
     }
-    order_smem = 4 * _ORDER_WARPS + labels_count * (4 + 2 * _ORDER_WARPS)
-    means_smem = 4 * CHUNK * 32 * builder(arch, f"kmeans_means_{element}").warps
+    counts_smem = 2 * _ORDER_WARPS * labels_count
+    order_smem = counts_smem + 4 * (_ORDER_WARPS + labels_count)
+    means_threads = 32 * builder(arch, f"kmeans_means_{element}").warps
+    means_smem = 4 * CHUNK * (means_threads + 2 * chunks)
 
     def run(name: str, dtype: np.dtype[Any], params: dict[str, Any], ctas: int, smem: int) -> None:
         config = builder(arch, name)
@@ -172,8 +227,9 @@ def kmeans(
         if centroids is None and i == iterations - 1:
             begin_with(in_line(moved, arch=arch, memory=memory))
         found = assign | {"flag": 0 if i else flag}
-        run(f"kmeans_assign_{element}", ASSIGN_PARAMS, found, planes * tiles, PRODUCT_SMEM)
-        run("kmeans_order", ORDER_PARAMS, sort, planes, order_smem)
+        run(assigning.name, assign_params, found, assign_ctas, assign_smem)
+        run("kmeans_counts", COUNTS_PARAMS, count, planes * parts, counts_smem)
+        run("kmeans_order", ORDER_PARAMS, sort, planes * parts, order_smem)
         average(mean)
     return Sorted(order, sizes, moved)
 
@@ -203,3 +259,11 @@ def in_line(centroids: Any, *, arch: str, memory: list[Any]) -> Any:
     smem = 4 * (_LINE_CHANNELS * (config.warps + 1) + clusters)
     kernel((batch * heads,), (32 * config.warps,), packed, shared_mem=smem)
     return ordered
+
+
+def _assigning(arch: str, element: str, d: int) -> KernelConfig:
+    """The entry that finds the nearest centroids of rows of ``d`` elements."""
+    name = f"kmeans_assign_wgmma_{element}"
+    if d <= _WGMMA_DIM and any(config.name == name for config in catalog(arch)):
+        return builder(arch, name)
+    return builder(arch, f"kmeans_assign_{element}")

@@ -56,6 +56,15 @@ BLOCK_SCORES_PARAMS = np.dtype(
     ],
     align=True,
 )
+#: ``BlockProductsParams`` in block_products.cu.
+BLOCK_PRODUCTS_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("a", "b", "out")],
+        *[(name, np.int32) for name in ("n", "m", "chunks", "row_tiles", "column_tiles")],
+        ("scale", np.float32),
+    ],
+    align=True,
+)
 #: ``ExtremeScoresParams`` in extreme_scores.cu.
 EXTREME_SCORES_PARAMS = np.dtype(
     [
@@ -86,8 +95,8 @@ KEEP_MASS_PARAMS = np.dtype(
 
 # Rows and columns of what a CTA of block_scores makes; columns of one B.
 _SCORE_TILE = (64, 128)
-# Columns of a row that one warp keeps in registers, kWarpColumns in rows.cuh.
-_WARP_COLUMNS = 1024
+# Columns of a row that one warp takes, kWarpColumns in rows.cuh.
+_WARP_COLUMNS = 1536
 _SHORT = {name: feature for feature, name in ELEMENTS.items()}
 _KINDS = {"mean": "mean", "max": "high", "min": "low"}
 
@@ -174,6 +183,8 @@ def choose_order(
 def scores(a: tuple[Any, ...], b: tuple[Any, ...], scale: float, memory: Memory) -> Any:
     """``scale`` times the largest of the products of the sum of ``a`` with each of ``b``.
 
+    On tensor cores, from parts of tf32, where there is one of each and rows are whole 16 bytes.
+
     Args:
         a: one or two (batch, heads, n, d) float32.
         b: one or two (batch, heads, m, d) float32.
@@ -188,15 +199,25 @@ def scores(a: tuple[Any, ...], b: tuple[Any, ...], scale: float, memory: Memory)
         batch, heads, n, head_dim = a[0].shape
         m = b[0].shape[2]
         out = new((batch, heads, n, m), np.float32, memory)
+        vectors = head_dim % 4 == 0 and all(x.data.ptr % 16 == 0 for x in (*a, *b))
+        if vectors and len(a) == len(b) == 1:
+            row_tiles, column_tiles = -(-n // PRODUCT_TILE), -(-m // PRODUCT_TILE)
+            params: dict[str, Any] = {
+                **{"a": a[0], "b": b[0], "out": out, "n": n, "m": m, "chunks": head_dim // 4},
+                **{"row_tiles": row_tiles, "column_tiles": column_tiles, "scale": scale},
+            }
+            grid = batch * heads * row_tiles * column_tiles
+            name, smem = "block_products", PRODUCT_SMEM
+            _launch(name, BLOCK_PRODUCTS_PARAMS, params, grid, device, smem=smem)
+            return out
         row_tiles = -(-n // _SCORE_TILE[0])
         column_tiles = -(-m // (_SCORE_TILE[1] // len(b)))
-        aligned = all(x.data.ptr % 16 == 0 for x in (*a, *b))
-        params: dict[str, Any] = {
+        params = {
             **{f"a{i}": x for i, x in enumerate(a)},
             **{f"b{i}": x for i, x in enumerate(b)},
             **{"out": out, "n": n, "m": m, "head_dim": head_dim, "scale": scale},
             **{"row_tiles": row_tiles, "column_tiles": column_tiles},
-            **{"vectors": aligned and head_dim % 4 == 0, "vector_out": m % 4 == 0},
+            **{"vectors": vectors, "vector_out": m % 4 == 0},
         }
         grid = batch * heads * row_tiles * column_tiles
         _launch("block_scores", BLOCK_SCORES_PARAMS, params, grid, device)

@@ -8,7 +8,11 @@ from tessera_cupy._resources import kernels_dir
 from tessera_cupy.kernels.catalog import ELEMENTS, TILE_KERNELS, TOKEN_KERNELS, KernelConfig
 
 #: What the shared memory of a builder is.
-_STORAGE = {"tile_scan": "TileScanStorage", "ragged_blocks": "RaggedStorage"}
+_STORAGE = {
+    "tile_scan": "TileScanStorage",
+    "ragged_blocks": "RaggedStorage",
+    "kmeans_assign_wgmma": "NearestStorage",
+}
 _TYPES = {"float16": "half_t", "bfloat16": "bf16_t", "float32": "float"}
 
 
@@ -47,7 +51,7 @@ def _instance(config: KernelConfig) -> tuple[str, str]:
         return f"{warps}, {ctas}", ""
     if config.kernel in TOKEN_KERNELS:
         elements = [_TYPES[ELEMENTS[feature]] for feature in config.features]
-        return ", ".join(map(str, (*elements, warps, ctas))), ""
+        return ", ".join(map(str, (*elements, warps, ctas))), _STORAGE.get(config.kernel, "")
     if not config.dtype:
         shared = _STORAGE.get(config.kernel)
         arguments = str(warps)

@@ -48,7 +48,15 @@ def line(centroids: np.ndarray) -> list[int]:
     return sorted(range(len(places)), key=places.__getitem__)
 
 
-def run(folder: Path, x: Any, centroids: Any, iterations: int, seed: int, **places: Any) -> Any:
+def run(
+    folder: Path,
+    x: Any,
+    centroids: Any,
+    iterations: int,
+    seed: int,
+    arch: str = "sm_90a",
+    **places: Any,
+) -> Any:
     """(order, sizes, centroids) of the kernels, on the host."""
     gpu = EmulatedGpu(folder, seed)
     where = {"start": 0, "tokens": x.shape[2], **places}
@@ -59,7 +67,7 @@ def run(folder: Path, x: Any, centroids: Any, iterations: int, seed: int, **plac
             centroids.shape[2],
             iterations,
             centroids=given,
-            arch="sm_90a",
+            arch=arch,
             memory=[],
             **where,
         )
@@ -68,20 +76,24 @@ def run(folder: Path, x: Any, centroids: Any, iterations: int, seed: int, **plac
 
 
 @needs_compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(
     ("tokens", "clusters", "d", "dtype"),
     [
+        (70, 20, 128, ml_dtypes.bfloat16),
         (300, 5, 16, np.float16),  # three tiles, the last one short
         (131, 140, 8, ml_dtypes.bfloat16),  # two tiles of centroids, most of them without tokens
         (97, 3, 40, np.float16),  # a head dim that fills no slice
         (1, 1, 8, np.float16),
     ],
 )
-def test_one_iteration(folder: Path, tokens: int, clusters: int, d: int, dtype: Any) -> None:
+def test_one_iteration(
+    folder: Path, tokens: int, clusters: int, d: int, dtype: Any, arch: str
+) -> None:
     rng = np.random.default_rng(tokens)
     x = rng.standard_normal((2, 2, tokens, d)).astype(dtype)
     centroids = rng.standard_normal((2, 2, clusters, d)).astype(np.float32)
-    order, sizes, moved = run(folder, x, centroids, 1, tokens)
+    order, sizes, moved = run(folder, x, centroids, 1, tokens, arch)
     for b, h in np.ndindex(2, 2):
         wide = x[b, h].astype(np.float64)
         labels, means = lloyd(wide, centroids[b, h], dtype)
@@ -122,13 +134,51 @@ def test_tokens_of_no_cluster_come_last(folder: Path, start: int) -> None:
 
 
 @needs_compiler
-def test_equal_centroids_give_all_to_the_first(folder: Path) -> None:
+def test_heads_of_several_parts(folder: Path) -> None:
+    """Text first, parts in the midst of clusters, one of them short, and one without a label."""
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((1, 2, 8300, 8)).astype(np.float16)
+    x[0, 1, 4096:8192] = x[0, 1, 5000]
+    centroids = rng.standard_normal((1, 2, 7, 8)).astype(np.float32)
+    order, sizes, moved = run(folder, x, centroids, 1, 11, start=9, tokens=8291)
+    for h in range(2):
+        wide = x[0, h, 9:].astype(np.float64)
+        labels, means = lloyd(wide, centroids[0, h], np.float16)
+        assert sizes[0, h].tolist() == [*np.bincount(labels, minlength=7), 9]
+        expected = (np.argsort(labels, kind="stable") + 9).tolist()
+        assert order[0, h].tolist() == [*expected, *range(9)]
+        assert moved[0, h] == pytest.approx(means, rel=1e-4, abs=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("first", [0, 1, 2, 3, 129])
+def test_of_equal_centroids_the_first_takes_all(folder: Path, first: int, arch: str) -> None:
+    """Others lie behind it: beside it, in another thread's columns, in another tile."""
     x = np.ones((1, 1, 40, 8), np.float16)
     centroids = np.ones((1, 1, 131, 8), np.float32)
-    order, sizes, moved = run(folder, x, centroids, 2, 6)
-    assert sizes[0, 0].tolist() == [40] + [0] * 130
+    centroids[:, :, :first] = 5
+    order, sizes, moved = run(folder, x, centroids, 2, 6, arch)
+    assert sizes[0, 0].tolist() == [0] * first + [40] + [0] * (130 - first)
     assert order[0, 0].tolist() == list(range(40))
-    assert (moved == 1).all()
+    assert (moved == centroids).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_labels_of_many_tiles_in_whole_numbers(folder: Path, arch: str) -> None:
+    """Sums are exact and often equal; heads differ, a CTA takes several tiles of tokens, and there
+    are more tiles of centroids than stages."""
+    rng = np.random.default_rng(12)
+    x = rng.integers(-3, 4, (1, 3, 400, 72)).astype(ml_dtypes.bfloat16)
+    centroids = rng.integers(-3, 4, (1, 3, 420, 72)).astype(np.float32)
+    centroids[:, :, 1::2] = centroids[:, :, ::2]
+    centroids[:, :, 320:] = centroids[:, :, :100]
+    order, sizes, _ = run(folder, x, centroids, 1, 12, arch)
+    for h in range(3):
+        labels, _ = lloyd(x[0, h].astype(np.float64), centroids[0, h], ml_dtypes.bfloat16)
+        assert sizes[0, h].tolist() == np.bincount(labels, minlength=420).tolist()
+        assert order[0, h].tolist() == np.argsort(labels, kind="stable").tolist()
 
 
 @needs_compiler
@@ -142,15 +192,19 @@ def test_the_same_bits_whatever_the_order_of_threads(folder: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("place", [(0, 0, 199, 3), (0, 0, 70, 127)])
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 1.0])
-def test_what_is_no_number_is_flagged(folder: Path, value: float) -> None:
-    x = np.ones((1, 1, 200, 8), np.float16)
-    x[0, 0, 199, 3] = value
+def test_what_is_no_number_is_flagged(
+    folder: Path, value: float, place: tuple[int, ...], arch: str
+) -> None:
+    x = np.ones((1, 1, 200, 128), np.float16)
+    x[place] = value
     gpu = EmulatedGpu(folder, 8)
     with gpu.here():
         flag = gpu.array(np.zeros(1, np.int32), writable=True)
         kmeans.kmeans(
-            gpu.array(x), 3, 1, start=0, tokens=200, arch="sm_90a", memory=[], flag=flag.data.ptr
+            gpu.array(x), 3, 1, start=0, tokens=200, arch=arch, memory=[], flag=flag.data.ptr
         )
         assert flag.get().tolist() == [int(not np.isfinite(value))]
 

@@ -161,6 +161,22 @@ class TestScores:
             scoring.scores(gpu.array(a), gpu.array(b), scale=0.25), scoring.scores(a, b, scale=0.25)
         )
 
+    @pytest.mark.parametrize(
+        ("head_dim", "kernel"), [(128, "block_products"), (37, "block_scores")]
+    )
+    def test_errors_of_float32(
+        self, gpu: EmulatedGpu, rng: np.random.Generator, head_dim: int, kernel: str
+    ) -> None:
+        """Against float64. Parts of tf32 alone, or two products of three, would fail."""
+        a, b = rng.standard_normal((2, 1, 2, 150, head_dim)).astype(np.float32)
+        a *= np.float32(2.0) ** rng.integers(-20, 20, (150, 1))
+        made = scoring.scores(gpu.array(a), gpu.array(b), scale=0.25).get()
+        assert gpu.launched[-1] == kernel
+        wide = a.astype(np.float64), b.astype(np.float64)
+        expected = 0.25 * np.einsum("bhid,bhjd->bhij", *wide)
+        sizes = 0.25 * np.einsum("bhid,bhjd->bhij", *map(np.abs, wide))
+        assert (np.abs(made - expected) < 2.0**-21 * sizes).all()
+
     def test_strided_input(self, gpu: EmulatedGpu, rng: np.random.Generator) -> None:
         a, b = whole(rng, 1, 9, 2, 20), whole(rng, 1, 2, 11, 21)
         made = scoring.scores(gpu.array(a).transpose(0, 2, 1, 3), gpu.array(b)[..., 1:])
@@ -199,6 +215,8 @@ SHAPES = [
     (2, 3, 900),
     (1, 2, 1024),
     (1, 2, 1025),
+    (1, 2, 1536),
+    (1, 2, 1537),
     (1, 2, 2100),
     (1, 2, 8300),
 ]

@@ -212,6 +212,31 @@ inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
   });
 }
 
+inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  struct Lane {
+    float* c;
+    const unsigned* a;
+    unsigned b[2];
+  } mine{c, a, {b0, b1}};
+  meet_lanes(~0u, "mma.m16n8k8", &mine, [](const void* const* given) {
+    auto number = [](unsigned bits) { return same_bits<float>(bits & 0xffffe000u); };
+    float left[16][8], right[8][8];
+    for (int i = 0; i < 32; ++i) {
+      const Lane& lane = *static_cast<const Lane*>(given[i]);
+      for (int e = 0; e < 4; ++e)
+        left[i / 4 + 8 * (e % 2)][i % 4 + 4 * (e / 2)] = number(lane.a[e]);
+      for (int e = 0; e < 2; ++e) right[i % 4 + 4 * e][i / 4] = number(lane.b[e]);
+    }
+    for (int i = 0; i < 32; ++i)
+      for (int e = 0; e < 4; ++e) {
+        float sum = 0.0f;
+        for (int k = 0; k < 8; ++k)
+          sum += left[i / 4 + 8 * (e / 2)][k] * right[k][i % 4 * 2 + e % 2];
+        static_cast<const Lane*>(given[i])->c[e] += sum;
+      }
+  });
+}
+
 }  // namespace emulator
 
 namespace tessera {
@@ -246,6 +271,10 @@ inline void ldmatrix_x4_trans(u32 (&r)[4], u32 address) { emulator::ldmatrix(r, 
 template <typename T>
 inline void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   emulator::mma<T>(c, a, b0, b1);
+}
+
+inline void mma_m16n8k8_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  emulator::mma_tf32(c, a, b0, b1);
 }
 
 template <typename T>
