@@ -111,7 +111,13 @@ def read_features(name: str, grid: VideoGrid) -> _Float:
 
 
 def project(
-    features: Any, grid: VideoGrid, head: int, *, head_dim: int = 128, seed: int = 0
+    features: Any,
+    grid: VideoGrid,
+    head: int,
+    *,
+    head_dim: int = 128,
+    seed: int = 0,
+    sharpen: float = 1.0,
 ) -> tuple[Any, Any, Any]:
     """q, k and v of one head, each (tokens, head_dim) float32.
 
@@ -122,6 +128,7 @@ def project(
         head: number of the head; with ``seed`` it fixes the projections.
         head_dim: an even number of at least 6.
         seed: stands for the layer of a model.
+        sharpen: factor on q, beside the sharpness of the head.
 
     Raises:
         ValueError: ``head_dim`` is odd or below 6.
@@ -130,7 +137,7 @@ def project(
     shape = (3, features.shape[1], head_dim)
     to_q, noise, to_v = rng.standard_normal(shape, dtype=np.float32)
     to_k = _KEY_IS_QUERY * to_q + np.sqrt(np.float32(1 - _KEY_IS_QUERY**2)) * noise
-    sharpness = np.float32(np.exp(rng.uniform(*np.log(_SHARPNESS))))
+    sharpness = np.float32(sharpen * np.exp(rng.uniform(*np.log(_SHARPNESS))))
     q = sharpness * rotary(_rms_normalise(_product(features, to_q)), grid)
     k = rotary(_rms_normalise(_product(features, to_k)), grid)
     return q, k, _rms_normalise(_product(features, to_v))

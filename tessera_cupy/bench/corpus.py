@@ -151,7 +151,8 @@ def _family(name: str) -> Family | None:
 def _select(name: str, grid: VideoGrid, head: int, q: Any, k: Any, v: Any) -> Selection:
     family = _family(name)
     if family is None:
-        return find(name).select(q, k, v, grid, first_head=head)
+        rule = find(name)
+        return rule.select(q * np.float32(rule.sharpen), k, v, grid, first_head=head)
     tiles = spade.tiles_of(spade.select(q, k, grid))
     return spade.select(q, k, grid, block_size=family.block_size, keep=family.keep, tiles=tiles)
 

@@ -118,7 +118,9 @@ def run_demo(
     with steps.step("Make q, k, v", heads) as step:
         made = []
         for head in range(heads):
-            made.append(clips.project(features, tokens, head, head_dim=HEAD_DIM))
+            made.append(
+                clips.project(features, tokens, head, head_dim=HEAD_DIM, sharpen=chooser.sharpen)
+            )
             step.advance()
         host = [
             np.stack(part)[None].astype(interop.numpy_dtype(dtype))

@@ -58,6 +58,8 @@ class Rule:
         by_values: whether ``select`` takes v.
         carries: notes of a selection that the next one begins from, as parameters.
         waits: whether ``select`` needs the host on a GPU, so that no graph can capture it.
+        sharpen: factor on the clips' q at which a rule whose density hangs on q and k comes near
+            the published one; models attend more sharply than the clips' tokens do.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Rule:
     by_values: bool = False
     carries: tuple[str, ...] = ()
     waits: bool = False
+    sharpen: float = 1.0
 
     @property
     def grid(self) -> VideoGrid:
@@ -225,6 +228,7 @@ _RULES = (
         VideoGrid(9, 20, 24),
         _svg2,
         carries=("centroids",),
+        sharpen=2.6,
     ),
     Rule(
         "spargeattn",
@@ -243,6 +247,7 @@ _RULES = (
         "hunyuan-129f-720p",
         (0.48, 0.48),
         VideoGrid(13, 20, 30),
+        sharpen=1.95,
     ),
     Rule(
         "fg-attn",

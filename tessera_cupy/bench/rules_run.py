@@ -12,7 +12,6 @@ from tessera_cupy.bench.rules import RULES, Rule, find
 from tessera_cupy.bench.rules_times import COMPLETE, Input, measure
 from tessera_cupy.bench.steps import Steps
 from tessera_cupy.errors import MissingExtraError, wrong
-from tessera_cupy.video import VideoGrid
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,12 +43,12 @@ def run_rules(
     if heads < 1:
         raise ValueError(wrong("heads", "at least 1", heads, "pass 1 or more"))
     interop.import_cupy()
-    sizes = dict.fromkeys((rule.grid, rule.head_dim) for rule in chosen)
+    sizes = dict.fromkeys((rule.grid, rule.head_dim, rule.sharpen) for rule in chosen)
     steps = Steps(console, count=2 * len(sizes))
     cases: dict[str, dict[str, Any]] = {}
-    for grid, head_dim in sizes:
-        of_grid = [rule for rule in chosen if (rule.grid, rule.head_dim) == (grid, head_dim)]
-        cases |= _on_grid(of_grid, grid, (clip, heads, head_dim), steps, console, rules is None)
+    for size in sizes:
+        alike = [rule for rule in chosen if (rule.grid, rule.head_dim, rule.sharpen) == size]
+        cases |= _on_grid(alike, (clip, heads), steps, console, rules is None)
     ordered = [cases[rule.name] for rule in chosen]
     return {
         "gpu": gpu.name(),
@@ -64,16 +63,16 @@ def run_rules(
 
 def _on_grid(
     rules: Sequence[Rule],
-    grid: VideoGrid,
-    what: tuple[str, int, int],
+    what: tuple[str, int],
     steps: Steps,
     console: Console,
     may_lack: bool,
 ) -> dict[str, dict[str, Any]]:
-    """The cases of rules of one grid, over one q, k and v, by name."""
-    clip, heads, head_dim = what
+    """The cases of rules that take one q, k and v, by name."""
+    clip, heads = what
+    grid, head_dim, sharpen = rules[0].grid, rules[0].head_dim, rules[0].sharpen
     with steps.step(f"q, k, v on {grid}") as step:
-        given = Input(clip, grid, heads, head_dim)
+        given = Input(clip, grid, heads, head_dim, sharpen)
         step.done(f"{grid.tokens:,} tokens, {heads} heads of {head_dim}, bfloat16, from {clip}.mp4")
     cases: dict[str, dict[str, Any]] = {}
     with steps.step(f"Measure on {grid}", len(rules)) as step:

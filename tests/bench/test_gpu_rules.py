@@ -54,6 +54,16 @@ def test_the_complete_call_of_every_rule_is_right(
         assert case["made_on_gpu"] == (name != "fg-attn")
 
 
+@pytest.mark.parametrize("clip", clips.CLIPS)
+@pytest.mark.parametrize("name", ["svg2", "xattention"])
+def test_sharpened_queries_have_the_published_density(name: str, clip: str) -> None:
+    rule = RULES[name]
+    q, k, v = Input(clip, rule.grid, 8, rule.head_dim, rule.sharpen).arrays
+    density = rule.select(q, k, v, rule.grid).blocks.on_host().density()
+    assert rule.density is not None
+    assert rule.density[0] - 0.02 <= density <= rule.density[1] + 0.02
+
+
 def test_the_command_runs_on_the_models_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules_times, "_RUNS", 1)
     report = run_rules(

@@ -202,8 +202,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A run without a GPU: what was made and measured, in order."""
     log: list[str] = []
 
-    def made(clip: str, grid: VideoGrid, heads: int, head_dim: int) -> Any:
-        log.append(f"{clip} {grid} {heads}x{head_dim}")
+    def made(clip: str, grid: VideoGrid, heads: int, head_dim: int, sharpen: float) -> Any:
+        log.append(
+            f"{clip} {grid} {heads}x{head_dim}" + (f" q x {sharpen}" if sharpen != 1 else "")
+        )
 
     def times(rule: Any, _: Any) -> dict[str, Any]:
         log.append(rule.name)
@@ -225,20 +227,21 @@ def run(rules: list[str] | None, heads: int = 8) -> dict[str, Any]:
 
 
 def test_rules_of_one_grid_share_its_input(measured: list[str]) -> None:
-    report = run(["vsa", "sta", "svg2", "vsa", "radial"])
+    report = run(["vsa", "sta", "nabla", "vsa", "radial", "svg2"])
     assert measured == [
-        *["bikes 21x45x80 8x128", "vsa", "svg2"],
+        *["bikes 21x45x80 8x128", "vsa", "nabla"],
         *["bikes 30x48x80 8x128", "sta", "radial"],
+        *["bikes 21x45x80 8x128 q x 2.6", "svg2"],
     ]
-    assert [case["rule"] for case in report["cases"]] == ["vsa", "sta", "svg2", "radial"]
+    assert [case["rule"] for case in report["cases"]] == ["vsa", "sta", "nabla", "radial", "svg2"]
     assert (report["gpu"], report["versions"], report["passed"]) == ("a GPU", {"cupy": "1"}, True)
 
 
 def test_all_rules_are_run_and_one_without_its_package_says_so(measured: list[str]) -> None:
     report = run(None)
     assert [case["rule"] for case in report["cases"]] == list(RULES)
-    grids = {rule.grid for rule in RULES.values()}
-    assert len([line for line in measured if line.startswith("bikes ")]) == len(grids)
+    inputs = {(rule.grid, rule.sharpen) for rule in RULES.values()}
+    assert len([line for line in measured if line.startswith("bikes ")]) == len(inputs)
     reasons = {case["rule"]: case["reason"] for case in report["cases"] if "reason" in case}
     assert reasons == {"spargeattn": "needs a package"}
     with pytest.raises(MissingExtraError):
