@@ -57,7 +57,6 @@ class Rule:
             the model keeps it for several steps.
         by_values: whether ``select`` takes v.
         carries: notes of a selection that the next one begins from, as parameters.
-        waits: whether ``select`` needs the host on a GPU, so that no graph can capture it.
     """
 
     name: str
@@ -70,7 +69,6 @@ class Rule:
     fixed: bool = False
     by_values: bool = False
     carries: tuple[str, ...] = ()
-    waits: bool = False
 
     @property
     def grid(self) -> VideoGrid:
@@ -251,7 +249,6 @@ _RULES = (
         "wan-1.3b-81f-480p",
         None,
         VideoGrid(13, 20, 30),
-        waits=True,
     ),
     Rule(
         "chipmunk",
