@@ -6,18 +6,19 @@
 //
 // A CTA takes a row, which it holds in shared memory, if it fits there, or reads again each time.
 // Bounds are compared and counted in pairs, as tensors of two halves: two instructions for two keys
-// a counting. The level of the last key that is kept is between a level that enough bounds reach
-// and a higher one that too few do; where the next is tried follows from how many reach either,
-// or is halfway, if the step before did not halve what is between them. Few steps are enough, as
-// bounds of most rows are spread evenly where the level is.
+// and a level. The level of the last key that is kept is between one that enough bounds reach and a
+// higher one that too few do. A counting tries two levels between them, on both sides of where the
+// level would be if bounds were spread evenly; or thirds, if the one before did not halve what is
+// left. Bounds of most rows are spread evenly where the level is, so that four or five countings
+// are enough.
 //
 // Then a thread makes words of 32 keys, whose ties are counted over all lower keys.
 // Shared memory: a row, and a few words a warp.
 //
 // Expected on an H200, a prediction, for 900 rows x 57,600 keys x 8 heads: rows of 115 KB, two a
-// multiprocessor; 830 MB read, 0.2 ms. A row takes 900 cycles of shared memory and as many of
-// instructions a counting, 7 of them with the extremes, and 1,600 for its words: 55 rows of
-// 8,000 cycles one after another are 0.25 ms, mostly beside the reads of the other CTA's row.
+// multiprocessor; 830 MB read, 0.2 ms. A counting takes 900 cycles of shared memory and as many of
+// instructions, and there are 5 of them with the extremes; words take 1,600: 55 rows of 6,500
+// cycles one after another are 0.2 ms, mostly beside the reads of the other CTA's row.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -71,7 +72,7 @@ __device__ __forceinline__ u32 interleaved(u32 x) {
 // What warps tell each other, in turns, so that one barrier is enough. The row lies behind it.
 template <int kWarps>
 struct KeyExchange {
-  u32 word[2][kWarps];
+  u32 word[2][2][kWarps];
   i32 totals[2][kWarps];
 };
 
@@ -119,34 +120,52 @@ class KeyRow {
     return __ldg(reinterpret_cast<const uint4*>(row) + index);
   }
 
-  template <typename Combine>
-  __device__ __forceinline__ u32 whole(u32 value, Combine combine) {
-    u32* const word = exchange.word[turn ^= 1];
-    if ((threadIdx.x & 31) == 0) word[threadIdx.x >> 5] = value;
+  // Of the warps' two values each the CTA's.
+  template <typename First, typename Second>
+  __device__ __forceinline__ uint2 whole(u32 first, u32 second, First one, Second other) {
+    u32(*const word)[kWarps] = exchange.word[turn ^= 1];
+    if ((threadIdx.x & 31) == 0) {
+      word[0][threadIdx.x >> 5] = first;
+      word[1][threadIdx.x >> 5] = second;
+    }
     __syncthreads();
-    value = word[0];
+    uint2 result = make_uint2(word[0][0], word[1][0]);
 #pragma unroll
-    for (int other = 1; other < kWarps; ++other) value = combine(value, word[other]);
-    return value;
+    for (int w = 1; w < kWarps; ++w) {
+      result.x = one(result.x, word[0][w]);
+      result.y = other(result.y, word[1][w]);
+    }
+    return result;
   }
 
-  __device__ __forceinline__ i32 count_from(int rank) {
-    const u32 level = half_of(rank) * 0x10001u;
-    u32 reached[4] = {};  // as halves, exact up to 2,048
-    for (int i = threadIdx.x; i < p.pitch / 8; i += kThreads) {
-      const uint4 keys = chunk(i);
-      reached[0] = add_halves(reached[0], halves_from(keys.x, level));
-      reached[1] = add_halves(reached[1], halves_from(keys.y, level));
-      reached[2] = add_halves(reached[2], halves_from(keys.z, level));
-      reached[3] = add_halves(reached[3], halves_from(keys.w, level));
-    }
+  // The sum of a warp's pairs of halves.
+  static __device__ __forceinline__ u32 total(const u32 (&halves)[4]) {
     i32 count = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      count += static_cast<i32>(half_to_float(reached[i] & 0xffffu)) +
-               static_cast<i32>(half_to_float(reached[i] >> 16));
-    const u32 of_warp = static_cast<u32>(__reduce_add_sync(kAllLanes, count));
-    return static_cast<i32>(whole(of_warp, [](u32 a, u32 b) { return a + b; }));
+      count += static_cast<i32>(half_to_float(halves[i] & 0xffffu)) +
+               static_cast<i32>(half_to_float(halves[i] >> 16));
+    return static_cast<u32>(__reduce_add_sync(kAllLanes, count));
+  }
+
+  // How many reach either level.
+  __device__ __forceinline__ int2 count_from(int lower, int higher) {
+    const u32 low = half_of(lower) * 0x10001u;
+    const u32 high = half_of(higher) * 0x10001u;
+    u32 of_low[4] = {};  // as halves, exact up to 2,048
+    u32 of_high[4] = {};
+    for (int i = threadIdx.x; i < p.pitch / 8; i += kThreads) {
+      const uint4 keys = chunk(i);
+      const u32 pairs[4] = {keys.x, keys.y, keys.z, keys.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        of_low[j] = add_halves(of_low[j], halves_from(pairs[j], low));
+        of_high[j] = add_halves(of_high[j], halves_from(pairs[j], high));
+      }
+    }
+    auto sum = [](u32 a, u32 b) { return a + b; };
+    const uint2 found = whole(total(of_low), total(of_high), sum, sum);
+    return make_int2(static_cast<int>(found.x), static_cast<int>(found.y));
   }
 
   // The level of the last key that is kept, and how many of those at it are.
@@ -162,31 +181,45 @@ class KeyRow {
     }
     const int least = min(rank_of(smallest & 0xffffu), rank_of(smallest >> 16));
     const int most = max(rank_of(largest & 0xffffu), rank_of(largest >> 16));
+    const uint2 range = whole(
+        __reduce_min_sync(kAllLanes, static_cast<u32>(least)),
+        __reduce_max_sync(kAllLanes, static_cast<u32>(most)),
+        [](u32 a, u32 b) { return min(a, b); }, [](u32 a, u32 b) { return max(a, b); });
     // Enough reach `low`, too few `high`.
-    int low = static_cast<int>(whole(__reduce_min_sync(kAllLanes, static_cast<u32>(least)),
-                                     [](u32 a, u32 b) { return min(a, b); }));
-    int high = 1 + static_cast<int>(whole(__reduce_max_sync(kAllLanes, static_cast<u32>(most)),
-                                          [](u32 a, u32 b) { return max(a, b); }));
+    int low = static_cast<int>(range.x);
+    int high = static_cast<int>(range.y) + 1;
     i32 of_low = p.end - p.begin;
     i32 of_high = 0;
     bool halved = true;
 #pragma unroll 1
     while (high - low > 1 && of_low > p.count) {
       const int between = high - low;
-      int step = between / 2;
+      int first = between / 3;
+      int second = 2 * between / 3;
       if (halved) {
         const float part =
             __fdiv_rn(static_cast<float>(of_low - p.count), static_cast<float>(of_low - of_high));
-        step = static_cast<int>(part * static_cast<float>(between));
+        const int guess = static_cast<int>(part * static_cast<float>(between));
+        const int beside = max(1, between / 12);
+        first = guess - beside;
+        second = guess + beside;
       }
-      const int candidate = low + max(1, min(step, between - 1));
-      const i32 found = count_from(candidate);
-      if (found >= p.count) {
-        low = candidate;
-        of_low = found;
+      first = low + max(1, min(first, between - 1));
+      second = low + max(1, min(second, between - 1));
+      const int2 found = count_from(first, second);
+      if (found.y >= p.count) {
+        low = second;
+        of_low = found.y;
       } else {
-        high = candidate;
-        of_high = found;
+        high = second;
+        of_high = found.y;
+        if (found.x >= p.count) {
+          low = first;
+          of_low = found.x;
+        } else {
+          high = first;
+          of_high = found.x;
+        }
       }
       halved = 2 * (high - low) <= between;
     }

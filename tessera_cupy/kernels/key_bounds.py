@@ -163,7 +163,7 @@ def keep(
     with cupy.cuda.Device(device):
         bits = new((batch, heads, groups, -(-tokens // (8 * _LINE)) * _LINE), np.uint8, memory)
         config = builder(gpus.arch_of(device).name, "keep_keys")
-        exchanged = 16 * config.warps  # KeyExchange
+        exchanged = 24 * config.warps  # KeyExchange
         held = exchanged + 2 * pitch <= config.smem_bytes
         params = {
             **{"bounds": made.data.ptr, "bits": bits.data.ptr, "rows_of_head": groups},
