@@ -45,10 +45,12 @@ from tessera_cupy.video import VideoGrid, inverse
 # ## The keys that a group keeps
 #
 # Thirteen frames of a small video are a grid of 13 x 20 x 30 = 7,800 tokens; queries and keys are
-# made from their pixels, and are not a model's. For each channel, FG-Attn's rule takes the largest
-# and the smallest value over the queries of a group. With them it bounds, for each key, the score
-# that any query of the group can have with it, and the group keeps the keys with the largest
-# bounds: here 30% of all, the density at which FG-Attn's authors give its speed.
+# made from their pixels, and are not a model's. For each key, FG-Attn's rule bounds the score that
+# any query of a group can have with it, and the group keeps the keys with the largest bounds: here
+# 30% of all, the density at which FG-Attn's authors give its speed. The bound is by *norms*: the
+# score of the group's mean query, plus the key's length times the largest distance of a query from
+# that mean. Another, by *extremes*, takes for each channel the largest and the smallest value of
+# the queries.
 
 # %%
 grid = VideoGrid(13, 20, 30)
@@ -129,8 +131,9 @@ for size, chosen in slices.items():
 # ## The same mass of attention, as slices and as blocks
 #
 # A mask keeps a share of each query's softmax: its **mass**, here a mean over 512 queries of each
-# of four heads. First the mass that FG-Attn's 30% keep in groups of 64; then the fewest keys for
-# that mass in groups of 128, and as blocks of 64x64 chosen by the products of their mean rows.
+# of four heads. First the mass that FG-Attn's 30% by extremes keep in groups of 64; then the fewest
+# keys for that mass by norms, in groups of 64 and of 128, and as blocks of 64x64 chosen by the
+# products of their mean rows.
 #
 # All of this twice: in raster order, which is FG-Attn's, where 64 neighbours are strips of two
 # rows of a frame, and with the tokens in the order of small 3-D tiles, as SPADE orders them.
@@ -158,8 +161,9 @@ def exact(rows, columns):
 
 
 choosers = (
-    slices_mass.slices_by_bound(64),
-    slices_mass.slices_by_bound(128),
+    slices_mass.slices_by_bound(64, "extremes"),
+    slices_mass.slices_by_bound(64, "norms"),
+    slices_mass.slices_by_bound(128, "norms"),
     slices_mass.blocks_by_means(64),
     exact(64, 1),
     exact(64, 64),
@@ -189,10 +193,11 @@ for order, tokens in orders.items():
         print(f"  {order:<10} {chooser.name:<22} {share:5.1%}")
 
 # %% [markdown]
-# At equal mass, FG-Attn's bound may need more keys than blocks by means do: on this clip it does in
-# both orders, with either size of groups, though in 3-D tiles groups of 64 need but little more.
-# Exact slices need fewer keys than exact blocks. So here it is the choice by the bound that costs
-# keys, not the shape of slices. Other clips, and a model's own q and k, may differ.
+# On this clip slices by norms need fewer keys for the mass than blocks by means do: a few less in
+# raster order, many less in 3-D tiles with groups of 64. By extremes they need more than blocks in
+# both. Exact slices need fewer keys than exact blocks, so that slices are the better shape here,
+# and what a rule makes of it is a matter of its bound. Other clips, and a model's own q and k, may
+# differ.
 #
 # The blocks of the same queries, by means, in raster order:
 
@@ -218,8 +223,8 @@ on_frames(blocks.repeat(64)[: grid.tokens], f"Blocks: keys of query block {group
 
 # %%
 wanted = {
-    "slices of 64": ("share-pack", "share-gather"),
-    "slices of 128": ("retain-pack", "retain-gather"),
+    "slices of 64, norms": ("share-pack", "share-gather"),
+    "slices of 128, norms": ("retain-pack", "retain-gather"),
     "blocks 64x64, means": ("share-pack",),
 }
 print(f"{'':<45} {'steps':>6} {'useful':>7} {'multiplied':>11} {'gathered':>9}")
@@ -239,7 +244,7 @@ for order in orders:
 # %% [markdown]
 # Gather needs less than half of pack's steps for the same slices, as it multiplies little that is
 # not kept. Most of its keys are single rows: there are few runs of 48. Blocks of the same mass
-# waste as little, and multiply fewer pairs here, as they need fewer keys.
+# waste as little. In raster order they multiply about as many pairs, in 3-D tiles more.
 #
 # ## Where the columns of a tile come from
 #
@@ -346,5 +351,5 @@ for size, side in ((64, "share"), (128, "retain")):
 #
 # Steps are counted here, not timed: no plan that gathers has been measured on a GPU yet. A gathered
 # row is a copy of its own, and what that costs beside blocks is open, so that fewer steps than
-# pack's are not yet a faster kernel. And at equal mass the blocks above multiply fewer pairs than
-# the slices do. On a GPU, `tessera-cupy bench slices` measures these plans beside blocks.
+# pack's, or than those of blocks, are not yet a faster kernel. On a GPU, `tessera-cupy bench slices`
+# measures these plans beside blocks.

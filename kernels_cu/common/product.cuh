@@ -33,6 +33,11 @@ struct ForwardRows {
   }
 };
 
+// What is made of B on its way to the products: nothing.
+struct AsRead {
+  __device__ __forceinline__ void operator()(u32 (&)[4], int) const {}
+};
+
 // Rows of whole tokens, from the last token to the first. The first `absent` ones are zeros.
 struct BackwardRows {
   u64 at;
@@ -107,9 +112,9 @@ struct Product {
   }
 
   // Computes C from the first `slices` slices of the rows; all threads, and shared memory is free
-  // for other use afterwards.
-  template <typename Left, typename Right>
-  __device__ __forceinline__ void run(int slices, Left a, Right b) {
+  // for other use afterwards. `change` may alter four registers of B's 16-bit pairs of a slice.
+  template <typename Left, typename Right, typename Change = AsRead>
+  __device__ __forceinline__ void run(int slices, Left a, Right b, Change change = {}) {
     const u32 base = smem_address(shared);
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -137,7 +142,7 @@ struct Product {
       cp_async_wait<kStages - 2>();
       barrier_sync();  // the slice is visible; every warp is done with the one before
       start_slice(slice + kStages - 1);
-      multiply(read);
+      multiply(read, slice, change);
       read += 2 * kSideBytes;
       if (read == base + kSharedBytes) read = base;
     }
@@ -146,7 +151,8 @@ struct Product {
   }
 
  private:
-  __device__ __forceinline__ void multiply(u32 stage) {
+  template <typename Change>
+  __device__ __forceinline__ void multiply(u32 stage, int slice, Change change) {
     const u32 a_from = stage + swizzled((warp >> 2) * 64 + (lane & 15), lane >> 4);
     const u32 b_from = stage + kSideBytes +
                        swizzled((warp & 3) * 32 + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
@@ -154,8 +160,10 @@ struct Product {
     for (int k = 0; k < kSliceChunks / 2; ++k) {
       u32 right[2][4];
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair)
+      for (int pair = 0; pair < 2; ++pair) {
         ldmatrix_x4(right[pair], (b_from ^ (k << 5)) + pair * 16 * kRowBytes);
+        if constexpr (!is_same<T, float>) change(right[pair], slice);
+      }
       if constexpr (is_same<T, float>) {
         multiply_parts(a_from ^ (k << 5), right);
       } else {

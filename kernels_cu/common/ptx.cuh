@@ -100,6 +100,58 @@ __device__ __forceinline__ float half_to_float(u32 bits) {
   return value;
 }
 
+// A float32 as a half, rounded up; all above the largest half are infinity.
+__device__ __forceinline__ u32 half_up(float value) {
+  u16 half;
+  asm("cvt.rp.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return half;
+}
+
+// Of two packed elements each: the larger, or the smaller ones; of NaN and a number the number.
+template <typename T>
+__device__ __forceinline__ u32 max2(u32 a, u32 b) {
+  u32 result;
+  if constexpr (is_same<T, half_t>) {
+    asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  } else {
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  }
+  return result;
+}
+template <typename T>
+__device__ __forceinline__ u32 min2(u32 a, u32 b) {
+  u32 result;
+  if constexpr (is_same<T, half_t>) {
+    asm("min.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  } else {
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  }
+  return result;
+}
+
+// Of two halves each: 1.0 where that of `a` is at least that of `b`, else 0.
+__device__ __forceinline__ u32 halves_from(u32 a, u32 b) {
+  u32 result;
+  asm("set.ge.f16x2.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
+  u32 result;
+  asm("add.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+// Of two halves each: 16 bits that are on where that of `a` is above, or equal to, that of `b`.
+__device__ __forceinline__ u32 halves_above(u32 a, u32 b) {
+  u32 result;
+  asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+__device__ __forceinline__ u32 halves_at(u32 a, u32 b) {
+  u32 result;
+  asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 // All threads of the CTA. Unlike __syncthreads, warps may meet here from different places.
 __device__ __forceinline__ void barrier_sync() { asm volatile("bar.sync 0;" ::: "memory"); }
 

@@ -57,7 +57,6 @@ class Rule:
             the model keeps it for several steps.
         by_values: whether ``select`` takes v.
         carries: notes of a selection that the next one begins from, as parameters.
-        waits: whether ``select`` needs the host on a GPU, so that no graph can capture it.
         sharpen: factor on the clips' q at which a rule whose density hangs on q and k comes near
             the published one; models attend more sharply than the clips' tokens do.
     """
@@ -72,7 +71,6 @@ class Rule:
     fixed: bool = False
     by_values: bool = False
     carries: tuple[str, ...] = ()
-    waits: bool = False
     sharpen: float = 1.0
 
     @property
@@ -256,7 +254,6 @@ _RULES = (
         "wan-1.3b-81f-480p",
         None,
         VideoGrid(13, 20, 30),
-        waits=True,
     ),
     Rule(
         "chipmunk",

@@ -205,7 +205,7 @@ def _parts(rule: Rule, given: Input) -> _Parts:
         calls[COMPLETE] = lambda: attend(first)
         once_ms = first_ms + profile.preparation
     else:
-        calls[SELECT] = select if rule.waits else captured(select)
+        calls[SELECT] = captured(select)
         calls[COMPLETE] = lambda: attend(select())
     if rule.carries:
         calls[ANEW] = lambda: rule.select(q, k, v, given.grid)

@@ -26,12 +26,15 @@ GATHER = {
 BLOCKS = (128, 64)
 RATIO_TO = "blocks 128x128"
 
-#: Slices of the mask that says which mass all others keep too: FG-Attn's groups and share of keys.
-STANDARD = slices_mass.slices_by_bound(64)
+#: Slices of the mask that says which mass all others keep too: FG-Attn's groups and share of keys,
+#: by extremes.
+STANDARD = slices_mass.slices_by_bound(64, "extremes")
 
 CHOOSERS = (
     STANDARD,
-    slices_mass.slices_by_bound(128),
+    slices_mass.slices_by_bound(128, "extremes"),
+    slices_mass.slices_by_bound(64, "norms"),
+    slices_mass.slices_by_bound(128, "norms"),
     slices_mass.blocks_by_means(64),
     slices_mass.blocks_by_extremes(64),
 )
@@ -126,7 +129,8 @@ def equal_mass_cases(
 ) -> tuple[float, list[Case]]:
     """Slices and blocks, in raster order and in SPADE's tiles, that keep the same attention mass.
 
-    That mass is what FG-Attn's share of keys keeps, in its groups and in raster order. The tiles of
+    That mass is what FG-Attn's share of keys by extremes keeps, in its groups and in raster order.
+    The tiles of
     each head are those, of SPADE's candidates, in whose blocks of 64 queries are most alike.
 
     Args:

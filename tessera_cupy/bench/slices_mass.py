@@ -1,7 +1,7 @@
 """Masks of several kinds that keep the same attention mass, from the scores that choose them.
 
 The mass that a mask keeps is, of a query's dense softmax, the sum over the keys that it keeps, as
-a mean over sampled queries. Slices are chosen by FG-Attn's bound (see
+a mean over sampled queries. Slices are chosen by a bound of FG-Attn's (see
 :mod:`tessera_cupy.sparsifiers.fg_attn`), blocks by the products of their mean rows or by SPADE's
 extremes; each row of groups or blocks keeps the same number of its best columns. How the mass grows
 with that number is one cumulative sum for each sampled query, so that the fewest columns for a mass
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy.bench.kept import kept_keys
 from tessera_cupy.masks import BlockMask, KeySlices
-from tessera_cupy.sparsifiers import scoring
+from tessera_cupy.sparsifiers import fg_attn, scoring
 
 # Heads at a time; each needs about 0.3 GB at 32,760 tokens.
 _THREADS = 4
@@ -45,16 +45,13 @@ class Chooser:
     score: Callable[[_Float, _Float], _Float]
 
 
-def slices_by_bound(group: int) -> Chooser:
-    """Single keys by FG-Attn's bound; its factor ``1 / sqrt(d)`` changes no order."""
+def slices_by_bound(group: int, bound: str) -> Chooser:
+    """Single keys by one of FG-Attn's bounds, as the rule rounds them."""
 
     def score(q: _Float, k: _Float) -> _Float:
-        sides = np.concatenate(scoring.pool_kinds(q, group, ("max", "min")), axis=3)
-        signs = np.concatenate([np.maximum(k, 0), np.minimum(k, 0)], axis=3)
-        bounds: _Float = scoring.scores(sides, signs)
-        return bounds
+        return fg_attn.bounds(q, k, group, bound=bound).astype(np.float32)
 
-    return Chooser(f"slices of {group}", group, 1, score)
+    return Chooser(f"slices of {group}, {bound}", group, 1, score)
 
 
 def blocks_by_means(block: int) -> Chooser:

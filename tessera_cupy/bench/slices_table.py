@@ -116,7 +116,7 @@ def _notes(report: Mapping[str, Any]) -> Iterator[Text]:
         yield Text(
             "mass: of a query's dense softmax what is kept, a mean over "
             f"{measured[0]['sampled']} queries a head in float64. It is what FG-Attn's "
-            f"{fg_attn.BUDGET:.0%} of the keys keep in groups of 64 in raster order, "
+            f"{fg_attn.BUDGET:.0%} of the keys by extremes keep in groups of 64 in raster order, "
             f"{clip['mass']:.3f}; each mask has the fewest columns, as many in all rows, that "
             "reach it. Tiles: of each head, SPADE's. "
             "time / blocks: by that of the fastest blocks. Choosing is not timed."

@@ -116,6 +116,8 @@ class KernelConfig:
             return _TILE_SMEM[self.kernel](self.warps)
         if self.kernel == "mask_state":
             return _mask_state_smem(self.warps, self.features)
+        if self.kernel == "keep_keys":
+            return get_arch(self.arch).smem_block  # a row of any length that there is room for
         if not self.attends:
             return 0
         if self.kernel == "attend_wgmma":
@@ -353,6 +355,15 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
         ("fp16", "bf16"), 8, 2, "128 x 128 products of 16-bit extremes, two of them a score"
     ),
     "keep_top": TokenKernel((), 8, 3, "a warp a row, or a CTA a long one; keys in registers"),
+    "query_balls": TokenKernel(
+        ("fp16", "bf16"), 4, 8, "a CTA a ball, whose queries it reads again from L1"
+    ),
+    "key_bounds": TokenKernel(
+        ("fp16", "bf16"), 8, 2, "64 x 32 of a product a warp; bounds leave in whole lines"
+    ),
+    "keep_keys": TokenKernel(
+        (), 16, 1, "a CTA a row, in shared memory; two of 57,600 keys fit where there are 228 KB"
+    ),
     "keep_mass": TokenKernel((), 8, 3, "as keep_top; each step sums instead of counting"),
     "route_heads": TokenKernel(
         ("fp16", "bf16"), 16, 1, "a CTA a head: as many warps as have registers for all classes"

@@ -429,7 +429,8 @@ def build(
         kernel = load(config, source.layout.device)
         kernel(grid, threads, params, shared_mem=smem_bytes)
         mark(config.kernel)
-    # Rows of a CSR that is none may overlap, and list more than there is.
+    # Rows of a CSR that is none may overlap, and list more than there is; what is said of a map may
+    # be wrong.
     suffices = nnz is not None or (listed is not None and layout.form == "lists")
     may_overflow = not suffices and room < launch.most_fragments
     need = watch(sizes, placed.counts) if may_overflow and not capturing else None

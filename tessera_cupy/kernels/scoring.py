@@ -224,6 +224,25 @@ def scores(a: tuple[Any, ...], b: tuple[Any, ...], scale: float, memory: Memory)
         return out
 
 
+def extremes(x: Any, blocks: Any, flag: int, memory: Memory) -> Any:
+    """The largest and the smallest value of each channel over the tokens of each block.
+
+    Args:
+        x: (batch, heads, tokens, d) of 16-bit elements, d a multiple of 8.
+        blocks: as of :func:`pool`.
+        flag: likewise.
+        memory: likewise.
+
+    Returns:
+        (batch, heads, blocks, 2, d) in x's dtype, largest values first.
+    """
+    with _on(x) as device:
+        batch, heads, tokens, head_dim = x.shape
+        made = new((batch, heads, _count(blocks, tokens), 2, head_dim), x.dtype, memory)
+        _pool(x, blocks, device, memory, flag=flag, extremes=made)
+        return made
+
+
 def extreme_scores(
     q: Any, k: Any, blocks: tuple[Any, Any], orders: Any, flags: tuple[int, int], memory: Memory
 ) -> Any:

@@ -58,6 +58,7 @@ class SourceLayout:
         device: CUDA device ordinal.
         ragged: where blocks have sizes of their own.
         keys: whether the mask is of key slices: a row is a group of queries, a column one key.
+        most: columns that a map keeps at most, over all rows, as whoever made it says; or None.
     """
 
     form: str
@@ -68,13 +69,14 @@ class SourceLayout:
     device: int
     ragged: RaggedLayout | None = None
     keys: bool = False
+    most: int | None = None
 
     @property
     def most_listed(self) -> int | None:
-        """Columns that the lists have room for, over all rows; None of a map."""
+        """Columns that there can be over all rows, where that is known of a map or its lists."""
         if self.form == "csr":
             return self.operands[0].shape[0]
-        return math.prod(self.operands[0].shape) if self.form == "lists" else None
+        return math.prod(self.operands[0].shape) if self.form == "lists" else self.most
 
 
 @dataclass(eq=False, slots=True)
@@ -153,6 +155,11 @@ def of_keys(source: DeviceSource) -> DeviceSource:
     return DeviceSource(_with_keys(source.layout), source.arrays, source.pointers)
 
 
+def at_most(source: DeviceSource, most: int) -> DeviceSource:
+    """The same map, which is said to keep so many columns at most over all rows."""
+    return DeviceSource(_with_most(source.layout, most), source.arrays, source.pointers)
+
+
 def bare_sizes(
     sizes: KnownSizes | SizesOperand | None,
 ) -> KnownSizes | UnreadSizes | None:
@@ -179,6 +186,11 @@ def _with_ragged(layout: SourceLayout, ragged: RaggedLayout) -> SourceLayout:
 @lru_cache(maxsize=_MOST_LAYOUTS)
 def _with_keys(layout: SourceLayout) -> SourceLayout:
     return replace(layout, keys=True)
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _with_most(layout: SourceLayout, most: int) -> SourceLayout:
+    return replace(layout, most=most)
 
 
 def _source(

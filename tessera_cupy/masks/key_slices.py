@@ -17,7 +17,7 @@ from tessera_cupy.masks.block_mask import BlockMask
 from tessera_cupy.masks.device_source import DeviceSource
 from tessera_cupy.masks.entries import dense_entries
 from tessera_cupy.masks.geometry import check_blocks, pair
-from tessera_cupy.masks.readers import positive_axes
+from tessera_cupy.masks.readers import packed_blocks, positive_axes
 
 #: Query rows of a group.
 GROUPS = (16, 64, 128, 192)
@@ -219,6 +219,47 @@ class KeySlices:
                 expected, got = f"{tokens[1]} keys, as in shape", f"{kept.shape[3]}"
                 raise ValueError(wrong("mask", expected, got, "give each key one column"))
         entries = dense_entries(kept)
+        axes = (kept.shape[0], kept.shape[1])
+        return cls(group, tokens, *axes, entries.indptr, entries.indices, device)
+
+    @classmethod
+    def from_packed_bits(
+        cls, bits: Any, group: int, shape: Sequence[int], *, most: int | None = None
+    ) -> KeySlices:
+        """Build from a map of groups and keys with eight keys to a byte.
+
+        Args:
+            bits: uint8 (B, H, groups, ceil(skv / 8)) or fewer leading axes, as
+                ``numpy.packbits(mask, axis=-1, bitorder="little")`` gives; key ``j`` is bit
+                ``j % 8`` of byte ``j // 8``, and bits past skv are 0.
+            group: query rows of a group, one of :data:`GROUPS`.
+            shape: (sq, skv) in tokens.
+            most: how many keys a map in GPU memory keeps at most, over all groups of its heads,
+                where that is known: plans that gather have room for as many at once, where
+                otherwise they have it for what the geometry needed last.
+
+        Raises:
+            TypeError: ``bits`` is not uint8.
+            ValueError: shapes that disagree, a bit past skv, or another group size.
+
+        >>> KeySlices.from_packed_bits(np.array([[5], [0]], np.uint8), 16, (20, 3)).nnz
+        2
+        """
+        tokens = _checked_shape(group, shape)
+        rows = (_count(tokens[0], group), tokens[1])
+        source = device_source.packed(bits, rows)
+        if source is not None and most is not None:
+            source = device_source.at_most(source, most)
+        over = cls._over(
+            source,
+            group,
+            tokens,
+            lambda: cls.from_packed_bits(formats.to_host(bits, "bits")[0], group, tokens),
+        )
+        if over is not None:
+            return over
+        array, device = formats.to_host(bits, "bits")
+        entries = dense_entries(kept := packed_blocks(array, rows))
         axes = (kept.shape[0], kept.shape[1])
         return cls(group, tokens, *axes, entries.indptr, entries.indices, device)
 

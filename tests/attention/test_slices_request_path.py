@@ -101,6 +101,13 @@ def slices_of(
     rng = np.random.default_rng(7)
     if form == "map":
         return KeySlices.from_groups(gpu.array(kept), group, shape)
+    if form == "packed":
+        octets = np.packbits(kept, axis=-1, bitorder="little")
+        width = octets.shape[3]
+        # Rows that begin at whole words, as kernels write them.
+        wide = np.pad(octets, [(0, 0)] * 3 + [(0, -width % 16)])
+        there = gpu.array(wide)[..., :width]
+        return KeySlices.from_packed_bits(there, group, shape, most=int(kept.sum()))
     if form == "csr":
         rows = kept.reshape(-1, kept.shape[3])
         ends = np.append(0, np.cumsum(rows.sum(axis=1))).astype(dtype)
@@ -112,7 +119,7 @@ def slices_of(
     return KeySlices.from_lists(gpu.array(keys), gpu.array(counts), group, shape)
 
 
-FORMS = ("lists", "lists in any order", "csr", "map")
+FORMS = ("lists", "lists in any order", "csr", "map", "packed")
 
 
 @needs_compiler
@@ -130,8 +137,9 @@ def test_every_format_and_mapping(
     family = form.split()[0].replace("map", "dense")
     assert gpu.launched[:4] == [f"mask_state_{family}", *BUILDERS]
     assert gpu.launched[4].endswith("_gather")
-    # A CSR may list more than there is, so that its counts come to the host; nobody waits for them.
-    assert gpu.copied <= (64 if form == "csr" else 0)
+    # A CSR may list more than there is, and a map keep more than is said, so that their counts come
+    # to the host; nobody waits for them.
+    assert gpu.copied <= (64 if form in ("csr", "packed") else 0)
     assert EmulatedGpu.waits == 0
     check(out.get(), lse.get(), arrays, KeySlices.from_groups(kept, group, shape))
 
@@ -568,13 +576,14 @@ def test_a_map_of_more_keys_than_there_is_room_for(
         plan.check()
     out, lse = plan.run(*given, return_lse=True)
     check(out.get(), lse.get(), arrays, KeySlices.from_groups(kept, 64, shape))
-    # Lists say how many keys there are at most, so that there is room.
-    out = block_sparse_attention(
-        *given,
-        slices_of(gpu, kept, "lists", 64, shape),
-        regime=plan_name(WIDE, 64, "longest+split"),
-    )
-    assert np.isfinite(out.get()).all()
+    # Lists say how many keys there are at most, so that there is room; so may whoever made a map.
+    for form, tile in (("lists", WIDE), ("packed", HOPPER)):
+        out = block_sparse_attention(
+            *given,
+            slices_of(gpu, kept, form, 64, shape),
+            regime=plan_name(tile, 64, "longest+split"),
+        )
+        assert np.isfinite(out.get()).all()
 
 
 @needs_compiler

@@ -62,6 +62,8 @@ inline int __float_as_int(float x) { return same_bits<int>(x); }
 inline float __uint_as_float(unsigned bits) { return same_bits<float>(bits); }
 inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }

@@ -48,6 +48,9 @@ def test_every_constructor_gives_the_same_slices(case: Any, density: float) -> N
     several = [
         made,
         KeySlices.from_tokens(tokens, group),
+        KeySlices.from_packed_bits(
+            np.packbits(kept, axis=-1, bitorder="little"), group, shape, most=int(kept.sum())
+        ),
         KeySlices.from_lists(
             padded.reshape(*kept.shape), counts.reshape(kept.shape[:3]), group, shape
         ),
@@ -135,6 +138,7 @@ class TestRefused:
             lambda: KeySlices.from_csr([0], [], group, (16, 16)),
             lambda: KeySlices.from_lists([[0]], [1], group, (16, 16)),
             lambda: KeySlices.from_groups([[1]], group),
+            lambda: KeySlices.from_packed_bits(np.ones((1, 1), np.uint8), group, (16, 1)),
             lambda: KeySlices.from_tokens([[1]], group),
         ):
             with pytest.raises(ValueError, match=r"`group`: expected 16, 64, 128 or 192"):

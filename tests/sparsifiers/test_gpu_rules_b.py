@@ -1,4 +1,4 @@
-"""NABLA, XAttention, SpargeAttn and SVG2 on a GPU: as NumPy, without a wait, and how long."""
+"""NABLA, XAttention, SpargeAttn, SVG2, FG-Attn on a GPU: as NumPy, without a wait, how long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tessera_cupy import block_sparse_attention, reference
-from tessera_cupy.sparsifiers import clusters, nabla, spargeattn, svg2, xattention
+from tessera_cupy.sparsifiers import clusters, fg_attn, nabla, spargeattn, svg2, xattention
 from tessera_cupy.video import VideoGrid
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +22,7 @@ RULES: dict[Any, dict[str, Any]] = {
     xattention: {},
     spargeattn: {"order": "raster", "similarity": 0.1},
     svg2: {"q_clusters": 70, "k_clusters": 200, "iterations": 3},
+    fg_attn: {"group": 128, "parts": 4},
 }
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 
@@ -62,7 +63,9 @@ def test_antidiagonal_sums(cupy: Any, rng: Any, dtype: Any, d: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", [nabla, xattention, spargeattn], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize(
+    "rule", [nabla, xattention, spargeattn, fg_attn], ids=lambda rule: rule.__name__
+)
 def test_masks(cupy: Any, rng: Any, rule: Any, dtype: Any) -> None:
     q, k = runs(rng).astype(dtype), runs(rng).astype(dtype)
     host = rule.select(q, k, GRID, **RULES[rule]).mask.to_dense()
@@ -181,7 +184,7 @@ def test_how_long_a_mask_takes(cupy: Any, rule: Any) -> None:
         numbers.standard_normal((1, heads, grid.tokens, 128), np.float32).astype(ml_dtypes.bfloat16)
         for _ in range(2)
     )
-    options = {nabla: {}, svg2: {"iterations": 2}}.get(rule, {"order": "raster"})
+    options = {nabla: {}, fg_attn: {}, svg2: {"iterations": 2}}.get(rule, {"order": "raster"})
     if rule is xattention:
         options = {}
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -203,5 +206,11 @@ def test_how_long_a_mask_takes(cupy: Any, rule: Any) -> None:
     dense = 4 * heads * grid.tokens**2 * 128 / 600e12 * 1e3
     print(f"{rule.__name__}: {took:.2f} ms, dense attention {dense:.1f} ms")
     assert chosen.mask.shape == (grid.tokens, grid.tokens)
-    limit: dict[Any, float] = {nabla: 0.05, spargeattn: 0.1, xattention: 0.15, svg2: 0.25}
+    limit: dict[Any, float] = {
+        nabla: 0.05,
+        spargeattn: 0.1,
+        xattention: 0.15,
+        svg2: 0.25,
+        fg_attn: 0.1,
+    }
     assert took < limit[rule] * dense

@@ -55,6 +55,11 @@ inline unsigned rounded(float x) {
   }
 }
 
+template <typename Of>
+inline unsigned both_halves(unsigned a, unsigned b, Of of) {
+  return of(a & 0xffff, b & 0xffff) | of(a >> 16, b >> 16) << 16;
+}
+
 // cp.async. A copy may land at any time until its thread waits for its group.
 struct Copy {
   unsigned target;
@@ -280,6 +285,47 @@ inline void mma_m16n8k8_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 template <typename T>
 inline u32 pack2(float low, float high) {
   return emulator::rounded<T>(low) | emulator::rounded<T>(high) << 16;
+}
+
+inline u32 half_up(float value) {
+  u32 bits = emulator::rounded<half_t>(value);
+  if (value != value || emulator::half_value(bits) >= value) return bits;
+  // The next one up; below zero that has the smaller number.
+  return bits & 0x8000 ? bits - 1 : bits + 1;
+}
+template <typename T>
+inline u32 max2(u32 a, u32 b) {
+  return emulator::both_halves(a, b, [](u32 x, u32 y) {
+    const float left = emulator::value<T>(x), right = emulator::value<T>(y);
+    return left != left || right > left || (right == left && left == 0 && x >> 15) ? y : x;
+  });
+}
+template <typename T>
+inline u32 min2(u32 a, u32 b) {
+  return emulator::both_halves(a, b, [](u32 x, u32 y) {
+    const float left = emulator::value<T>(x), right = emulator::value<T>(y);
+    return left != left || right < left || (right == left && left == 0 && y >> 15) ? y : x;
+  });
+}
+inline u32 halves_from(u32 a, u32 b) {
+  return emulator::both_halves(a, b, [](u32 x, u32 y) {
+    return emulator::half_value(x) >= emulator::half_value(y) ? 0x3c00u : 0u;
+  });
+}
+inline u32 add_halves(u32 a, u32 b) {
+  return emulator::both_halves(a, b, [](u32 x, u32 y) {
+    return emulator::rounded<half_t>(emulator::half_value(x) + emulator::half_value(y));
+  });
+}
+inline u32 halves_above(u32 a, u32 b) {
+  return emulator::both_halves(a, b, [](u32 x, u32 y) {
+    return emulator::half_value(x) > emulator::half_value(y) ? 0xffffu : 0u;
+  });
+}
+inline u32 halves_at(u32 a, u32 b) {
+  return emulator::both_halves(a, b, [](u32 x, u32 y) {
+    return emulator::half_value(x) == emulator::half_value(y) ? 0xffffu : 0u;
+  });
 }
 
 inline void barrier_sync() { emulator::bar_sync(0, emulator::machine.threads); }

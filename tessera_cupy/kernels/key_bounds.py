@@ -1,0 +1,185 @@
+"""Launching ``query_balls.cu``, ``key_bounds.cu`` and ``keep_keys.cu``: keys by bounds of scores.
+
+All launches go to CuPy's current stream of the arrays' GPU, and nothing waits. What they compute,
+:mod:`tessera_cupy.sparsifiers.fg_attn` defines in NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tessera_cupy import gpus
+from tessera_cupy.errors import wrong
+from tessera_cupy.kernels import launch, scoring
+from tessera_cupy.kernels.catalog import MAX_HEAD_DIM, builder
+from tessera_cupy.kernels.lifetime import new
+from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE, packed
+
+#: ``QueryBallsParams`` in query_balls.cu.
+BALLS_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("q", "k", "centres", "radii", "lengths")],
+        *[(name, np.uint64) for name in ("q_flag", "k_flag")],
+        *[(name, np.int32) for name in ("planes", "tokens", "chunks", "size", "balls")],
+    ],
+    align=True,
+)
+#: ``KeyBoundsParams`` in key_bounds.cu.
+BOUNDS_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("a", "k", "radii", "lengths", "out")],
+        *[(name, np.int32) for name in ("rows", "groups", "parts", "tokens", "pitch", "chunks")],
+        *[(name, np.int32) for name in ("begin", "end", "row_tiles", "column_tiles")],
+        ("scale", np.float32),
+    ],
+    align=True,
+)
+#: ``KeepKeysParams`` in keep_keys.cu.
+KEEP_PARAMS = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("bounds", "bits")],
+        *[(name, np.int32) for name in ("rows_of_head", "tokens", "pitch", "words_pitch")],
+        *[(name, np.int32) for name in ("begin", "end", "full_begin", "full_end", "count")],
+        *[(name, np.int32) for name in ("level", "held")],
+    ],
+    align=True,
+)
+
+# Keys of a CTA of query_balls.
+_BALL_KEYS = 64
+# Bytes that rows of the map begin at.
+_LINE = 16
+
+
+def bounds(
+    q: Any,
+    k: Any,
+    size: int,
+    parts: int,
+    competing: tuple[int, int],
+    flags: tuple[int, int],
+    memory: list[Any],
+    *,
+    norms: bool,
+) -> Any:
+    """``fg_attn.bounds``, on tensor cores.
+
+    Args:
+        q: (batch, heads, tokens, d) queries; wider types than 16 bits are rounded to float16.
+        k: the same shape and dtype.
+        size: queries of a group.
+        parts: equal parts that a group is cut into: 1, 2 or 4.
+        competing: first key that gets a bound, and the one behind the last; others get NaN.
+        flags: addresses of int32 that are set where q and k hold no numbers, or 0.
+        memory: takes what a captured launch uses.
+        norms: by balls; else by extremes.
+
+    Returns:
+        (batch, heads, groups, pitch) float16, the pitch a multiple of 128 that holds all tokens;
+        behind them are NaN.
+
+    Raises:
+        ValueError: a head dim above 256.
+    """
+    if q.shape[3] > MAX_HEAD_DIM:
+        fix = "pass NumPy arrays, or fewer channels"
+        raise ValueError(wrong("q", f"at most {MAX_HEAD_DIM} channels", q.shape[3], fix))
+    scale = 1 / np.sqrt(q.shape[3])
+    if k.dtype != q.dtype:
+        fix = f"pass k.astype({q.dtype.name!r})"
+        raise ValueError(wrong("k", f"q's dtype {q.dtype.name}", k.dtype.name, fix))
+    import cupy
+
+    device = int(q.device.id)
+    with cupy.cuda.Device(device):
+        q, k = packed(q, memory), packed(k, memory)
+        batch, heads, tokens, d = q.shape
+        rows_of_part = size // parts
+        rows, groups = -(-tokens // rows_of_part), -(-tokens // size)
+        planes, chunks, element = batch * heads, d // CHUNK, ELEMENT_OF[q.dtype.name]
+        balls: dict[str, Any] = {
+            **{"q": q.data.ptr, "k": k.data.ptr, "q_flag": flags[0], "k_flag": flags[1]},
+            **{"planes": planes, "tokens": tokens, "chunks": chunks, "size": rows_of_part},
+        }
+        product: dict[str, Any] = {}
+        held: list[Any] = []
+        if norms:
+            sides = new((batch, heads, rows, d), q.dtype, memory)
+            radii = new((batch, heads, rows), np.float32, memory)
+            lengths = new((batch, heads, tokens), np.float32, memory)
+            of_balls = {"radii": radii.data.ptr, "lengths": lengths.data.ptr}
+            balls |= {"centres": sides.data.ptr, "balls": rows, **of_balls}
+            product |= of_balls
+            held += [radii, lengths]
+        else:
+            sides = scoring.extremes(q, rows_of_part, flags[0], memory)
+        ctas = planes * (balls.get("balls", 0) + -(-tokens // _BALL_KEYS))
+        _launch(f"query_balls_{element}", BALLS_PARAMS, balls, ctas, device)
+        row_tiles, column_tiles = -(-rows // PRODUCT_TILE), -(-tokens // PRODUCT_TILE)
+        out = new((batch, heads, groups, PRODUCT_TILE * column_tiles), np.float16, memory)
+        product |= {
+            **{"a": sides.data.ptr, "k": k.data.ptr, "out": out.data.ptr},
+            **{"rows": rows, "groups": groups, "parts": parts, "tokens": tokens},
+            **{"pitch": out.shape[3], "chunks": chunks, "scale": scale},
+            **{"begin": competing[0], "end": competing[1]},
+            **{"row_tiles": row_tiles, "column_tiles": column_tiles},
+        }
+        ctas = planes * row_tiles * column_tiles
+        _launch(f"key_bounds_{element}", BOUNDS_PARAMS, product, ctas, device, PRODUCT_SMEM)
+        return out
+
+
+def keep(
+    made: Any,
+    tokens: int,
+    competing: tuple[int, int],
+    full: tuple[int, int],
+    *,
+    count: int,
+    level: np.float16,
+    memory: list[Any],
+) -> Any:
+    """The keys of each group with the largest bounds, or those from a level on, and all others.
+
+    Args:
+        made: what :func:`bounds` gives.
+        tokens: keys.
+        competing: first key that is kept only for its bound, and the one behind the last.
+        full: first group that keeps all keys, and the one behind the last.
+        count: keys that a group keeps for their bounds, ties to the lower key; 0 for ``level``.
+        level: the least bound that is kept.
+        memory: takes what a captured launch uses.
+
+    Returns:
+        (batch, heads, groups, ceil(tokens / 8)) uint8, little-endian bits, in rows of whole 16
+        bytes.
+    """
+    import cupy
+
+    batch, heads, groups, pitch = made.shape
+    device = int(made.device.id)
+    with cupy.cuda.Device(device):
+        bits = new((batch, heads, groups, -(-tokens // (8 * _LINE)) * _LINE), np.uint8, memory)
+        config = builder(gpus.arch_of(device).name, "keep_keys")
+        exchanged = 24 * config.warps  # KeyExchange
+        held = exchanged + 2 * pitch <= config.smem_bytes
+        params = {
+            **{"bounds": made.data.ptr, "bits": bits.data.ptr, "rows_of_head": groups},
+            **{"tokens": tokens, "pitch": pitch, "words_pitch": bits.shape[3] // 4},
+            **{"begin": competing[0], "end": competing[1]},
+            **{"full_begin": full[0], "full_end": full[1], "count": count},
+            **{"level": int(np.float16(level).view(np.uint16)), "held": held},
+        }
+        smem = exchanged + (2 * pitch if held else 0)
+        _launch(config.name, KEEP_PARAMS, params, batch * heads * groups, device, smem)
+        return bits[..., : -(-tokens // 8)]
+
+
+def _launch(
+    name: str, dtype: np.dtype[Any], params: dict[str, Any], ctas: int, device: int, smem: int = 0
+) -> None:
+    config = builder(gpus.arch_of(device).name, name)
+    kernel = launch.load(config, device)
+    kernel((ctas,), (32 * config.warps,), (launch.packed_struct(dtype, params),), shared_mem=smem)

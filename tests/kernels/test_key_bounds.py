@@ -1,0 +1,194 @@
+"""query_balls, key_bounds and keep_keys on the CPU, through the package's own launches."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tessera_cupy.kernels import key_bounds
+from tessera_cupy.kernels.catalog import builder
+from tessera_cupy.sparsifiers import fg_attn
+from tests.emulator.emulator import compiler
+from tests.emulator.gpu import EmulatedGpu
+
+pytestmark = pytest.mark.skipif(
+    compiler() is None, reason="the emulator needs g++, which is not on the PATH"
+)
+
+NAN, INF = np.float16(np.nan), np.float16(np.inf)
+
+
+@pytest.fixture
+def seed() -> int:
+    given = os.environ.get("EMULATOR_SEED")
+    drawn = int(given) if given else 1 if os.environ.get("CI") else secrets.randbits(32)
+    print(f"EMULATOR_SEED={drawn}")
+    return drawn
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def gpu(kernel_cache: Path, seed: int) -> Iterator[EmulatedGpu]:
+    made = EmulatedGpu(kernel_cache.parent / "emulated-kernels", seed)
+    with made.here():
+        yield made
+
+
+def steps(x: NDArray[np.float16]) -> NDArray[np.int64]:
+    """Float16 by rank: neighbours are 1 apart."""
+    bits = x.view(np.int16).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+class TestBounds:
+    @pytest.mark.parametrize("bound", fg_attn.BOUNDS)
+    @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+    @pytest.mark.parametrize(
+        ("tokens", "d", "group", "parts"),
+        [
+            (40, 8, 16, 1),
+            (300, 40, 64, 4),  # chunks that fill no slice; the last group has 3 of 4 parts
+            (257, 128, 128, 1),  # a key, and a row of a group, alone in a tile
+            (700, 16, 16, 4),  # more parts than a tile has
+            (200, 200, 192, 2),
+            (130, 256, 64, 1),
+        ],
+    )
+    def test_as_numpy(
+        self,
+        gpu: EmulatedGpu,
+        rng: np.random.Generator,
+        bound: str,
+        dtype: Any,
+        tokens: int,
+        d: int,
+        group: int,
+        parts: int,
+    ) -> None:
+        # Whole queries, whose sums do not depend on an order: so the rounded means are the same.
+        q = rng.integers(-4, 5, (2, 2, tokens, d)).astype(dtype)
+        k = rng.standard_normal((2, 2, tokens, d)).astype(dtype)
+        expected = fg_attn.bounds(q, k, group, bound=bound, parts=parts)
+        competing = tokens // 5, tokens - 3
+        made = key_bounds.bounds(
+            gpu.array(q), gpu.array(k), group, parts, competing, (0, 0), [],
+            norms=bound == "norms",
+        ).get()  # fmt: skip
+        pitch = -(-tokens // 128) * 128
+        assert made.shape == (2, 2, -(-tokens // group), pitch)
+        inside = slice(*competing)
+        off = abs(steps(made[..., inside]) - steps(expected[..., inside]))
+        # Sums in another order are other ones in the last place of a float32.
+        assert off.max() <= 1 or abs(made[..., inside] - expected[..., inside]).max() < 1e-4
+        assert (off != 0).mean() < 0.02
+        assert np.isnan(made[..., : competing[0]]).all()
+        assert np.isnan(made[..., competing[1] :]).all()
+
+    def test_launches(self, gpu: EmulatedGpu) -> None:
+        x = gpu.array(np.zeros((1, 1, 64, 16), np.float16))
+        key_bounds.bounds(x, x, 64, 1, (0, 64), (0, 0), [], norms=True)
+        assert gpu.launched == ["query_balls_fp16", "key_bounds_fp16"]
+        key_bounds.bounds(x, x, 64, 1, (0, 64), (0, 0), [], norms=False)
+        assert gpu.launched[2:] == ["pool_blocks_fp16", "query_balls_fp16", "key_bounds_fp16"]
+
+
+def kept_by_hand(
+    row: NDArray[np.float16], begin: int, end: int, tokens: int, count: int, level: float
+) -> NDArray[np.bool_]:
+    kept = np.ones(tokens, bool)
+    kept[begin:end] = False
+    numbers = [j for j in range(begin, end) if not np.isnan(row[j])]
+    if count:
+        numbers = sorted(numbers, key=lambda j: (-float(row[j]), j))[:count]
+    else:
+        numbers = [j for j in numbers if row[j] >= level]
+    kept[numbers] = True
+    return kept
+
+
+def drawn(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float16]:
+    if kind == "ties":
+        return rng.integers(-2, 3, shape).astype(np.float16)
+    if kind == "equal":
+        return np.full(shape, -1.5, np.float16)
+    made = (3 * rng.standard_normal(shape)).astype(np.float16)
+    if kind == "strange":
+        with np.errstate(over="ignore"):
+            made *= (10.0 ** rng.integers(-7, 5, shape)).astype(np.float16)
+        strange = np.array([INF, -INF, 0.0, -0.0, NAN, 6e-8, -6e-8, 65504], np.float16)
+        made = np.where(rng.random(shape) < 0.3, rng.choice(strange, shape), made)
+    return made
+
+
+class TestKeep:
+    @pytest.mark.parametrize("kind", ["numbers", "ties", "equal", "strange"])
+    @pytest.mark.parametrize(
+        ("tokens", "begin", "end"),
+        [(40, 0, 40), (128, 3, 128), (300, 21, 281), (1000, 0, 999), (17000, 5, 16995)],
+    )
+    def test_the_largest(
+        self,
+        gpu: EmulatedGpu,
+        rng: np.random.Generator,
+        kind: str,
+        tokens: int,
+        begin: int,
+        end: int,
+    ) -> None:
+        pitch = -(-tokens // 128) * 128
+        groups = 2 if tokens > 10000 else 3
+        rows = drawn(kind, rng, (1, 2, groups, pitch))
+        rows[..., :begin] = rows[..., end:] = NAN
+        there = gpu.array(rows)
+        competing = end - begin
+        counts = {1, competing // 3, competing - 1, competing}
+        for count in [0, *counts] if tokens < 10000 else [0, competing // 7]:
+            level = np.float16(0.5)
+            bits = key_bounds.keep(
+                there, tokens, (begin, end), (1, 2), count=count, level=level, memory=[]
+            ).get()
+            assert bits.shape == (1, 2, groups, -(-tokens // 8))
+            for head, group in np.ndindex(2, groups):
+                kept = np.unpackbits(bits[0, head, group], bitorder="little")
+                expected = np.ones(tokens, bool)
+                if group != 1:
+                    row = rows[0, head, group]
+                    expected = kept_by_hand(row, begin, end, tokens, count, level)
+                np.testing.assert_array_equal(kept[:tokens], expected)
+                assert not kept[tokens:].any()
+
+    @pytest.mark.parametrize("level", [-np.inf, -1.0, 0.0, 2.5, np.inf])
+    def test_from_a_level(self, gpu: EmulatedGpu, rng: np.random.Generator, level: float) -> None:
+        rows = drawn("strange", rng, (1, 1, 2, 256))
+        bits = key_bounds.keep(
+            gpu.array(rows), 250, (0, 250), (0, 0), count=0, level=np.float16(level), memory=[]
+        ).get()
+        kept = np.unpackbits(bits, axis=-1, count=250, bitorder="little")
+        np.testing.assert_array_equal(kept, rows[..., :250] >= level)
+
+    def test_rows_that_shared_memory_does_not_hold(
+        self, gpu: EmulatedGpu, rng: np.random.Generator
+    ) -> None:
+        tokens = 117_000
+        pitch = -(-tokens // 128) * 128
+        assert 2 * pitch > builder("sm_90a", "keep_keys").smem_bytes
+        row = drawn("numbers", rng, (1, 1, 1, pitch))
+        row[..., tokens:] = NAN
+        bits = key_bounds.keep(
+            gpu.array(row), tokens, (0, tokens), (0, 0), count=5000, level=NAN, memory=[]
+        ).get()
+        kept = np.unpackbits(bits, count=tokens, bitorder="little").astype(bool)
+        expected = np.argsort(-row[0, 0, 0, :tokens].astype(float), kind="stable")[:5000]
+        np.testing.assert_array_equal(np.flatnonzero(kept), np.sort(expected))
