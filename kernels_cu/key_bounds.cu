@@ -7,10 +7,10 @@
 //
 //   out[g, j] = scale * max over p of  (high[p] . max(k[j], 0) + low[p] . min(k[j], 0))
 //
-// as float16, rounded up: so they stay bounds, and a row of them is short. Keys that do not compete
-// are NaN. A CTA makes 128 x 128 products (common/product.cuh) of 128 parts and 128 keys. For
-// extremes the keys' rows are read twice, and signs are cut off on the way to the tensor cores.
-// CTAs that follow each other have the same keys, so that k is read from memory once.
+// as float16, so that a row of them is short. Keys that do not compete are NaN. A CTA makes 128 x
+// 128 products (common/product.cuh) of 128 parts and 128 keys. For extremes the keys' rows are read
+// twice, and signs are cut off on the way to the tensor cores. CTAs that follow each other have the
+// same keys, so that k is read from memory once.
 //
 // Roles: warp w has parts 64 (w / 4) to + 63 and keys 32 (w % 4) to + 31. Bounds are put together
 // in shared memory, to be written in whole lines, and there the parts of a group meet. Shared
@@ -156,14 +156,13 @@ __device__ __forceinline__ void key_bounds(const KeyBoundsParams& p) {
     for (int t = 0; t < 4; ++t) {
       const int in_column = product.column(t);
       const float2 length = *reinterpret_cast<const float2*>(lengths + in_column);
-      // Rounded one by one, as NumPy does; a zero has no sign.
+      // Rounded one by one, as NumPy does.
       auto bound = [&](float along, float of_key) {
-        const float sum = __fadd_rn(along, __fmul_rn(radius, of_key));
-        return half_up(__fadd_rn(__fmul_rn(sum, p.scale), 0.0f));
+        return __fmul_rn(__fadd_rn(along, __fmul_rn(radius, of_key)), p.scale);
       };
       const float (&c)[4] = product.c[r >> 1][t];
       *reinterpret_cast<u32*>(dynamic_smem + in_row * kPitch + 2 * in_column) =
-          bound(c[2 * (r & 1)], length.x) | bound(c[2 * (r & 1) + 1], length.y) << 16;
+          pack2<half_t>(bound(c[2 * (r & 1)], length.x), bound(c[2 * (r & 1) + 1], length.y));
     }
   }
   __syncthreads();

@@ -351,5 +351,5 @@ for size, side in ((64, "share"), (128, "retain")):
 #
 # Steps are counted here, not timed: no plan that gathers has been measured on a GPU yet. A gathered
 # row is a copy of its own, and what that costs beside blocks is open, so that fewer steps than
-# pack's, or than those of blocks, are not yet a faster kernel. On a GPU, `tessera-cupy bench slices`
-# measures these plans beside blocks.
+# pack's, or than those of blocks, are not yet a faster kernel. On a GPU, `tessera-cupy bench
+# slices` measures these plans beside blocks.

@@ -100,13 +100,6 @@ __device__ __forceinline__ float half_to_float(u32 bits) {
   return value;
 }
 
-// A float32 as a half, rounded up; all above the largest half are infinity.
-__device__ __forceinline__ u32 half_up(float value) {
-  u16 half;
-  asm("cvt.rp.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
-  return half;
-}
-
 // Of two packed elements each: the larger, or the smaller ones; of NaN and a number the number.
 template <typename T>
 __device__ __forceinline__ u32 max2(u32 a, u32 b) {

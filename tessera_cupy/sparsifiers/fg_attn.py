@@ -21,8 +21,9 @@ and 17%. Where keys are equally long their order is that of the mean query's sco
 A group may be cut into ``parts``, 1, 2 or 4, whose largest bound is its own: that takes as many
 times the products, and with 4 parts of 16 queries 11% and 8% of the keys.
 
-Bounds are rounded up to float16, so that they stay bounds; ties fall to the lower key. Means are
-first rounded to the type of q where that has 16 bits, and radii are those about the rounded means.
+Bounds are rounded to float16, to the nearest, as is a threshold, so that no key is lost that is at
+least the threshold; ties fall to the lower key. Means are first rounded to the type of q where that
+has 16 bits, and radii are those about the rounded means.
 Groups are neighbours in raster order. Rows of groups with text keep all keys, and text is kept by
 all.
 
@@ -82,8 +83,8 @@ def select(
         group: query rows of a group: 16, 64, 128 or 192.
         budget: share of the video's keys that a group keeps, above 0 to 1, rounded down, at least
             one key; None is :data:`BUDGET`, or nothing where ``threshold`` is given.
-        threshold: keep the keys whose bound is at least this, in units of a score (with
-            ``1 / sqrt(d)``); a group may then keep none.
+        threshold: keep the keys whose bound is at least this, both rounded, in units of a score
+            (with ``1 / sqrt(d)``); a group may then keep none.
         bound: one of :data:`BOUNDS`.
         parts: equal parts of a group whose largest bound is the group's, one of :data:`PARTS`.
 
@@ -108,7 +109,7 @@ def select(
         raise ValueError(wrong("threshold", "a number", threshold, "pass a score, or a budget"))
     _check(bound, parts)
     count = 0 if threshold is not None else _budget(BUDGET if budget is None else budget, grid)
-    level = np.float16(0) if threshold is None else _upwards(np.float32(threshold))
+    level = np.float16(0) if threshold is None else _rounded(np.float32(threshold))
     always = slices.keep_text(grid, group)
     tokens = (grid.tokens, grid.tokens)
     order = TokenOrders.raster(grid.tokens)
@@ -139,14 +140,14 @@ def bounds(
         parts: likewise.
 
     Returns:
-        (batch, heads, groups, keys) float16, rounded up.
+        (batch, heads, groups, keys) float16; what is above the largest one is infinity.
 
     Raises:
         ValueError: another group, bound or number of parts.
 
     >>> q = np.array([[3, 0], [0, 4]], np.float32).repeat(8, axis=0)[None, None]
     >>> bounds(q, q[:, :, :1], 16, bound="extremes").ravel().tolist()  # 9 / sqrt(2)
-    [6.3671875]
+    [6.36328125]
     """
     groups = group_count(q.shape[2], group)
     _check(bound, parts)
@@ -165,7 +166,7 @@ def bounds(
         score *= scale
         if parts > 1:
             score = np.maximum.reduceat(score, starts, axis=0)
-        made[head] = _upwards(score)
+        made[head] = _rounded(score)
     return made
 
 
@@ -185,11 +186,9 @@ def _by_norms(q: NDArray[Any], keys: NDArray[np.float32], size: int) -> NDArray[
     return score
 
 
-def _upwards(x: Any) -> Any:
-    """Float32 as float16, rounded up; what is above the largest one is infinity."""
+def _rounded(x: Any) -> Any:
     with np.errstate(over="ignore"):
-        near = np.asarray(x).astype(np.float16)
-    return np.where(near < x, np.nextafter(near, np.float16(np.inf)), near)
+        return x.astype(np.float16)
 
 
 def _there(

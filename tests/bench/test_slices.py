@@ -85,11 +85,10 @@ def test_the_fewest_columns_that_reach_a_mass_are_those_of_brute_force(
     expected = np.zeros(scores.shape[3])
     for head in range(2):
         by_hand, tall, wide = score_by_hand(chooser.name, q[0, head], k[0, head])
-        # Bounds are rounded up to 11 bits, which makes ties, and so do the choosers.
+        # Bounds are rounded to 11 bits, which makes ties.
         close = 1e-3 if wide == 1 else 1e-4
         np.testing.assert_allclose(scores[0, head], by_hand, rtol=close, atol=1e-4)
         if wide == 1:
-            assert (scores[0, head] >= by_hand - 1e-4).all()
             by_hand = scores[0, head]
         for row in rows[head]:
             weights = softmax(q, k, head, row)

@@ -40,12 +40,6 @@ def text_of(grid: VideoGrid) -> set[int]:
     return set(range(grid.tokens)) - set(video)
 
 
-def upwards(x: float) -> float:
-    """The least float16 that is no less than a float32."""
-    near = np.float16(np.float32(x))
-    return float(near if near >= np.float32(x) else np.nextafter(near, np.float16(np.inf)))
-
-
 def of_ball(queries: Any, key: Any, dtype: str) -> float:
     """By the norms of the distance from the mean, and of the key."""
     mean = queries.mean(axis=0).astype(np.float32)
@@ -78,7 +72,8 @@ def bounds_by_the_formula(q: Any, k: Any, group: int, bound: str, parts: int, dt
         first = range(g * group, min((g + 1) * group, len(q)), size)
         balls = [q[at : min(at + size, (g + 1) * group)].astype(float) for at in first]
         for j in range(len(k)):
-            row[j] = upwards(max(OF[bound](ball, k[j].astype(float), dtype) for ball in balls))
+            highest = max(OF[bound](ball, k[j].astype(float), dtype) for ball in balls)
+            row[j] = np.float16(np.float32(highest))
     return made
 
 
@@ -205,7 +200,7 @@ def test_no_score_is_above_its_bound(bound: str, parts: int, dtype: str) -> None
     scores = q[0, 0].astype(float) @ k[0, 0].astype(float).T / math.sqrt(32)
     highest = np.maximum.reduceat(scores, np.arange(0, 120, 16), axis=0)
     made = fg_attn.bounds(q, k, 16, bound=bound, parts=parts)[0, 0]
-    assert (highest <= made).all()
+    assert (highest.astype(np.float16) <= made).all()
     assert (made - highest).mean() < 1
     chosen = fg_attn.select(q, k, grid, group=16, threshold=1.0, bound=bound, parts=parts)
     kept = chosen.mask.to_dense()[0, 0]
@@ -213,13 +208,19 @@ def test_no_score_is_above_its_bound(bound: str, parts: int, dtype: str) -> None
     assert highest[~kept].max() < 1.0 < scores.max()
 
 
-def test_bounds_are_rounded_up() -> None:
+def test_bounds_and_thresholds_are_rounded() -> None:
     """Halves from 32,768 on are 32 apart; what is above the last, 65,504, is infinity."""
+    grid = VideoGrid(1, 4, 4)
     q = np.full((1, 1, 16, 1), 300, np.float32)
-    k = np.array([[[[218], [219], [-218], [1]]]], np.float32)
+    k = np.ones_like(q)
+    k[0, 0, :4, 0] = 218, 219, -218, 1
     for bound in fg_attn.BOUNDS:
         made = fg_attn.bounds(q, k, 16, bound=bound)
-        assert made.ravel().tolist() == [65408, np.inf, -65376, 300]
+        assert made[..., :4].ravel().tolist() == [65408, np.inf, -65408, 300]
+        # 65,400 is no half, but the bound of the first key is no less.
+        for threshold, kept in ((65400, [0, 1]), (65450, [1]), (1e9, [1])):
+            chosen = fg_attn.select(q, k, grid, group=16, threshold=threshold, bound=bound)
+            assert chosen.mask.indices.tolist() == kept
 
 
 def test_attention_over_what_is_kept() -> None:

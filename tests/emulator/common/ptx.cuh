@@ -287,12 +287,6 @@ inline u32 pack2(float low, float high) {
   return emulator::rounded<T>(low) | emulator::rounded<T>(high) << 16;
 }
 
-inline u32 half_up(float value) {
-  u32 bits = emulator::rounded<half_t>(value);
-  if (value != value || emulator::half_value(bits) >= value) return bits;
-  // The next one up; below zero that has the smaller number.
-  return bits & 0x8000 ? bits - 1 : bits + 1;
-}
 template <typename T>
 inline u32 max2(u32 a, u32 b) {
   return emulator::both_halves(a, b, [](u32 x, u32 y) {
