@@ -37,7 +37,7 @@ def test_all_outputs_are_right(as_blocks: bool, monkeypatch: pytest.MonkeyPatch)
     assert json.loads(json.dumps(report)) == report
     assert report["passed"], report
     cases = report["cases"]
-    assert len(cases) == (8 if as_blocks else 5) + 8
+    assert len(cases) == (8 if as_blocks else 5) + 12
     if cupy.cuda.Device().compute_capability == "90":
         assert all(case["ms"] > 0 for case in cases)
     assert all((case["of_dense"] is not None) == gpu.has_torch() for case in cases[:5])
