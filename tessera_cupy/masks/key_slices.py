@@ -198,6 +198,7 @@ class KeySlices:
             TypeError: a dtype that is no mask.
             ValueError: shapes that disagree, or another group size.
         """
+        group_count(0, group)
         source = device_source.dense(mask)
         if source is not None:
             groups, keys = source.num_blocks
@@ -239,14 +240,16 @@ class KeySlices:
                 otherwise they have it for what the geometry needed last.
 
         Raises:
-            TypeError: ``bits`` is not uint8.
-            ValueError: shapes that disagree, a bit past skv, or another group size.
+            TypeError: ``bits`` is not uint8, or ``most`` no integer.
+            ValueError: shapes that disagree, a bit past skv, another group size, or ``most``
+                below 0.
 
         >>> KeySlices.from_packed_bits(np.array([[5], [0]], np.uint8), 16, (20, 3)).nnz
         2
         """
         tokens = _checked_shape(group, shape)
         rows = (_count(tokens[0], group), tokens[1])
+        _check_most(most)
         source = device_source.packed(bits, rows)
         if source is not None and most is not None:
             source = device_source.at_most(source, most)
@@ -500,7 +503,8 @@ def group_count(tokens: int, group: int) -> int:
     >>> group_count(100, 64)
     2
     """
-    if group not in GROUPS:
+    # 64.0 is in GROUPS too, and of an array it cannot be said.
+    if not isinstance(group, int | np.integer) or group not in GROUPS:
         raise ValueError(
             wrong(
                 "group",
@@ -515,6 +519,15 @@ def group_count(tokens: int, group: int) -> int:
 def _checked_shape(group: int, shape: Sequence[int]) -> tuple[int, int]:
     group_count(0, group)
     return pair(shape, "shape")
+
+
+def _check_most(most: int | None) -> None:
+    if most is None:
+        return
+    if isinstance(most, bool) or not isinstance(most, int | np.integer):
+        raise TypeError(wrong("most", "an int or None", repr(most), "count keys, or leave it out"))
+    if most < 0:
+        raise ValueError(wrong("most", "no negative number", most, "leave it out"))
 
 
 def _check_groups(name: str, got: int, sq: int, group: int) -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tessera_cupy.errors import wrong
 from tessera_cupy.gpus import arch_of
 from tessera_cupy.kernels.kmeans import MOST_LABELS
-from tessera_cupy.sparsifiers.selection import flag_of, memory
+from tessera_cupy.sparsifiers.selection import DTYPES, check_finite, flag_of, memory, namespace
 from tessera_cupy.video import VideoGrid
 
 #: Clusters at most; a GPU has room for their labels and the text's.
@@ -89,13 +89,18 @@ def kmeans(
         argument: what the caller calls ``clusters``.
 
     Raises:
-        ValueError: no iterations; more clusters than tokens; other shapes of centroids.
+        TypeError: no integers; centroids that are no floats, or not where ``x`` is.
+        ValueError: no iterations; more clusters than tokens; other shapes of centroids, or on the
+            host no finite ones.
 
     >>> x = np.array([0, 9, 1, 10], np.float32).reshape(1, 1, 4, 1)
     >>> found = kmeans(x, 2, VideoGrid(1, 1, 4), iterations=2)
     >>> found.order.ravel().tolist(), found.centroids.ravel().tolist()
     ([0, 2, 1, 3], [0.5, 9.5])
     """
+    for name, number in (("iterations", iterations), (argument, clusters)):
+        if isinstance(number, bool) or not isinstance(number, int | np.integer):
+            raise TypeError(wrong(name, "an int", repr(number), "pass a whole number"))
     if iterations < 1:
         raise ValueError(wrong("iterations", "at least 1", iterations, "2 are enough to go on"))
     most = min(MOST_CLUSTERS, grid.video_tokens)
@@ -103,13 +108,21 @@ def kmeans(
         expected = f"1 to {most} clusters of {grid.video_tokens} video tokens"
         raise ValueError(wrong(argument, expected, clusters, f"take {most} at most, 1 at least"))
     shape = (*x.shape[:2], clusters, x.shape[3])
+    if centroids is not None and namespace(centroids, "centroids") is not namespace(x, "x"):
+        got, fix = type(centroids).__module__, "keep them where q and k are"
+        raise TypeError(wrong("centroids", "arrays of q's and k's library", got, fix))
     if centroids is not None and tuple(centroids.shape) != shape:
         got = f"shape {tuple(centroids.shape)}"
         raise ValueError(
             wrong("centroids", f"shape {shape}", got, "pass those of a selection of this geometry")
         )
+    if centroids is not None and centroids.dtype.name not in DTYPES:
+        got, fix = centroids.dtype.name, "convert with astype"
+        raise TypeError(wrong("centroids", f"one of {', '.join(DTYPES)}", got, fix))
     if not isinstance(x, np.ndarray):
         return _kmeans_on_gpu(x, clusters, grid, iterations, centroids)
+    if centroids is not None:
+        check_finite("centroids", centroids)
     video = slice(grid.video_start, grid.video_start + grid.video_tokens)
     text = np.setdiff1d(np.arange(grid.tokens), np.arange(grid.tokens)[video])
     order = np.empty(x.shape[:3], np.int32)

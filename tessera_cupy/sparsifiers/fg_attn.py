@@ -93,7 +93,8 @@ def select(
         like ``q``'s, in raster order; of arrays on a GPU over a map that is there too.
 
     Raises:
-        TypeError: as :func:`~tessera_cupy.sparsifiers.selection.checked_inputs` says.
+        TypeError: as :func:`~tessera_cupy.sparsifiers.selection.checked_inputs` says; a budget or
+            threshold that is no number.
         ValueError: likewise; another group, bound or number of parts; a budget outside its range;
             both a budget and a threshold.
 
@@ -105,11 +106,14 @@ def select(
     if budget is not None and threshold is not None:
         got = f"both, {budget} and {threshold}"
         raise ValueError(wrong("budget", "a budget or a threshold", got, "leave one out"))
+    for name, number in (("budget", budget), ("threshold", threshold)):
+        if number is not None and not isinstance(number, float | int | np.floating | np.integer):
+            raise TypeError(wrong(name, "a number or None", repr(number), "pass a Python float"))
     if threshold is not None and math.isnan(threshold):
         raise ValueError(wrong("threshold", "a number", threshold, "pass a score, or a budget"))
     _check(bound, parts)
     count = 0 if threshold is not None else _budget(BUDGET if budget is None else budget, grid)
-    level = np.float16(0) if threshold is None else _rounded(np.float32(threshold))
+    level = np.float16(0) if threshold is None else _rounded(np.float64(threshold))
     always = slices.keep_text(grid, group)
     tokens = (grid.tokens, grid.tokens)
     order = TokenOrders.raster(grid.tokens)
@@ -226,7 +230,7 @@ def _check(bound: str, parts: int) -> None:
     if bound not in BOUNDS:
         expected = " or ".join(map(repr, BOUNDS))
         raise ValueError(wrong("bound", expected, repr(bound), f"pass {BOUNDS[0]!r}"))
-    if parts not in PARTS:
+    if not isinstance(parts, int | np.integer) or parts not in PARTS:
         expected = f"{', '.join(map(str, PARTS[:-1]))} or {PARTS[-1]}"
         raise ValueError(wrong("parts", expected, repr(parts), "pass 1"))
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks.geometry import pair
 from tessera_cupy.permute import TokenOrders
 from tessera_cupy.sparsifiers.clusters import expand, kmeans, pieces, room
 from tessera_cupy.sparsifiers.scoring import keep_mass, scores
@@ -76,9 +77,11 @@ def select(
         (queries', keys') pairs.
 
     Raises:
-        TypeError: as :func:`~tessera_cupy.sparsifiers.selection.checked_inputs` says.
+        TypeError: as :func:`~tessera_cupy.sparsifiers.selection.checked_inputs` says; numbers of
+            clusters, iterations or tokens that are no integers; centroids that are no pair, or not
+            where q and k are.
         ValueError: likewise; more clusters than video tokens; shares outside 0 to 1; centroids of
-            other shapes.
+            other shapes; pieces without tokens.
 
     >>> import numpy as np
     >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 4 * 16 * 16, 32))
@@ -87,19 +90,27 @@ def select(
     1024
     """
     checked_inputs(q, k, grid)
-    if not 0 <= min_kc_ratio <= 1:
-        fix = "pass 0.1 for a tenth"
-        raise ValueError(wrong("min_kc_ratio", "a share from 0 to 1", min_kc_ratio, fix))
+    for name, share in (("top_p", top_p), ("min_kc_ratio", min_kc_ratio)):
+        if not 0 <= share <= 1:
+            fix = "pass 0.1 for a tenth"
+            raise ValueError(wrong(name, "a share from 0 to 1", share, fix))
+    q_piece, k_piece = (QUERY_PIECE, KEY_PIECE) if piece is None else pair(piece, "piece")
+    if min(q_piece, k_piece) < 1:
+        got = (q_piece, k_piece)
+        raise ValueError(wrong("piece", "at least 1 token of each side", got, "leave it out"))
     if iterations is None:
         iterations = FIRST_ITERATIONS if centroids is None else NEXT_ITERATIONS
-    q_begin, k_begin = (None, None) if centroids is None else centroids
+    if centroids is not None and not (isinstance(centroids, tuple | list) and len(centroids) == 2):
+        got = type(centroids).__name__
+        fix = 'pass notes["centroids"] of an earlier selection'
+        raise TypeError(wrong("centroids", "a pair, of the queries and the keys", got, fix))
+    q_begin, k_begin = centroids or (None, None)
     queries = kmeans(
         q, q_clusters, grid, iterations=iterations, centroids=q_begin, argument="q_clusters"
     )
     keys = kmeans(
         k, k_clusters, grid, iterations=iterations, centroids=k_begin, argument="k_clusters"
     )
-    q_piece, k_piece = piece or (QUERY_PIECE, KEY_PIECE)
     q_cut, k_cut = (
         pieces(
             found.sizes, clusters, most, room(grid.tokens, int(found.sizes.shape[2]), most)

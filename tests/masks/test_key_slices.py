@@ -221,6 +221,20 @@ class TestRefused:
             with pytest.raises(TypeError, match="integers"):
                 make()
 
+    @pytest.mark.parametrize("group", [None, 64.0, True, "64", np.array([16, 64])])
+    def test_groups_that_are_no_number(self, group: Any) -> None:
+        with pytest.raises(ValueError, match="`group`: expected 16, 64, 128 or 192 query rows"):
+            KeySlices.from_groups([[1]], group)
+
+    def test_most_that_is_no_count(self) -> None:
+        bits = np.array([[5], [0]], np.uint8)
+        for most in (2.5, "3", True):
+            with pytest.raises(TypeError, match="`most`: expected an int or None"):
+                KeySlices.from_packed_bits(bits, 16, (20, 3), most=most)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="`most`: expected no negative number, got -1"):
+            KeySlices.from_packed_bits(bits, 16, (20, 3), most=-1)
+        assert KeySlices.from_packed_bits(bits, 16, (20, 3), most=2).nnz == 2
+
     @pytest.mark.parametrize("block_kv", [0, 8, 20, 392])
     def test_blocks_that_are_not_legal(self, block_kv: int) -> None:
         slices = KeySlices.from_groups([[1]], 64)

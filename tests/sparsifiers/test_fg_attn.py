@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,18 @@ class TestBadInput:
         with pytest.raises(ValueError, match="above 0 and up to 1"):
             self.select(budget=budget)
 
+    @pytest.mark.parametrize("options", [{"budget": "0.3"}, {"threshold": [1.0]}])
+    def test_what_is_no_number(self, options: Any) -> None:
+        (name,) = options
+        with pytest.raises(TypeError, match=f"`{name}`: expected a number or None"):
+            self.select(**options)
+
+    def test_a_threshold_beyond_floats_of_32_bits(self) -> None:
+        for threshold, kept in ((1e300, 0), (-1e300, 2 * 128)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert self.select(threshold=threshold).mask.nnz == kept
+
     def test_both(self) -> None:
         with pytest.raises(ValueError, match=r"both, 0\.3 and 1"):
             self.select(budget=0.3, threshold=1)
@@ -257,8 +270,11 @@ class TestBadInput:
     def test_another_bound(self) -> None:
         with pytest.raises(ValueError, match="'norms' or 'extremes', got 'means'"):
             self.select(bound="means")
-        with pytest.raises(ValueError, match="1, 2 or 4, got 3"):
-            self.select(parts=3)
+        for parts in (3, 2.0):
+            with pytest.raises(ValueError, match=f"1, 2 or 4, got {parts}"):
+                self.select(parts=parts)
+        with pytest.raises(ValueError, match=r"query rows, got 64\.0"):
+            self.select(group=64.0)
 
     def test_another_grid(self) -> None:
         with pytest.raises(ValueError, match="129"):

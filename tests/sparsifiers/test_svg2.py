@@ -254,6 +254,7 @@ class TestBadInput:
             ({"q_clusters": 129}, "128 clusters of 128 video tokens"),
             ({"k_clusters": 0}, "clusters"),
             ({"top_p": 1.1}, "from 0 to 1"),
+            ({"top_p": 1.5}, "`top_p`"),
             ({"min_kc_ratio": -0.1}, "min_kc_ratio"),
             ({"iterations": 0}, "iterations"),
             ({"centroids": (np.ones((1, 2, 4, 8)), np.ones((1, 2, 5, 8)))}, r"\(1, 2, 4, 8\)"),
@@ -262,6 +263,33 @@ class TestBadInput:
     def test_parameters(self, rule: dict[str, Any], match: str) -> None:
         with pytest.raises(ValueError, match=match):
             self.select(**rule)
+
+    @pytest.mark.parametrize("rule", [{"q_clusters": 2.5}, {"k_clusters": True}])
+    def test_clusters_that_are_no_integers(self, rule: dict[str, Any]) -> None:
+        (name,) = rule
+        with pytest.raises(TypeError, match=f"`{name}`: expected an int"):
+            self.select(**rule)
+
+    @pytest.mark.parametrize("piece", [64, (64,), (64.0, 112), ()])
+    def test_pieces_that_are_no_pair(self, piece: Any) -> None:
+        with pytest.raises(TypeError, match="`piece`: expected two integers"):
+            self.select(piece=piece)
+
+    def test_pieces_without_tokens(self) -> None:
+        with pytest.raises(ValueError, match=r"`piece`: expected at least 1 token"):
+            self.select(piece=(0, 16))
+
+    def test_centroids_that_are_none(self) -> None:
+        good = np.ones((1, 2, 4, 8), np.float32)
+        for centroids, match in (
+            (good, "`centroids`: expected a pair"),
+            ((good, good.tolist()), "`centroids`: expected a NumPy or CuPy array, got list"),
+            ((good, good.astype(int)), "`centroids`: expected one of float16.*got int64"),
+        ):
+            with pytest.raises(TypeError, match=match):
+                self.select(centroids=centroids)
+        with pytest.raises(ValueError, match="`centroids`: expected finite numbers"):
+            self.select(centroids=(good, good * np.nan))
 
     def test_more_clusters_than_a_gpu_sorts(self) -> None:
         x = np.ones((1, 1, 1400, 8), np.float32)
