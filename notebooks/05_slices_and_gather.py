@@ -349,6 +349,7 @@ for size, side in ((64, "share"), (128, "retain")):
 # %% [markdown]
 # ## What this does not tell
 #
-# Steps are counted here, not timed. A gathered row is a copy of its own: on an H200 gathered keys run
-# at 0.9 of the rate of 128x128 blocks in groups of 128 queries, and at 0.6 in groups of 64 where the
-# keys are random. On a GPU, `tessera-cupy bench slices` measures these plans beside blocks.
+# Steps are counted here, not timed. A gathered row is a copy of its own: on an H200 gathered keys
+# run at 0.9 of the rate of 128x128 blocks in groups of 128 queries, and at 0.6 in groups of 64
+# where the keys are random. On a GPU, `tessera-cupy bench slices` measures these plans beside
+# blocks.
