@@ -5,9 +5,7 @@ Kernels run on the CPU's emulator, through the front door, and are held against 
 
 from __future__ import annotations
 
-import os
 import pickle
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from tessera_cupy import BlockMask, block_sparse_attention, make_plan
 from tessera_cupy.kernels import device_build, launch
 from tessera_cupy.kernels.fetch import fetch
 from tests.attention.test_request_path import BUILDERS, FORMS, RETAIN, package_calls
-from tests.emulator.emulator import compiler
+from tests.emulator.emulator import compiler, drawn_seed
 from tests.emulator.gpu import EmulatedGpu, Stream
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the emulator with")
@@ -43,10 +41,7 @@ Sizes = NDArray[Any]
 @pytest.fixture
 def gpu(kernel_cache: Path) -> Iterator[EmulatedGpu]:
     """A new emulated GPU in CuPy's place."""
-    given = os.environ.get("EMULATOR_SEED")
-    seed = int(given) if given else 1 if os.environ.get("CI") else secrets.randbits(32)
-    print(f"EMULATOR_SEED={seed}")
-    made = EmulatedGpu(kernel_cache.parent / "emulated-kernels", seed)
+    made = EmulatedGpu(kernel_cache.parent / "emulated-kernels", drawn_seed())
     with made.here():
         yield made
 

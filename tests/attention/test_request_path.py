@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from tessera_cupy import (
     make_plan,
 )
 from tessera_cupy.kernels import device_build, fetch, kept, launch, lifetime, room
-from tests.emulator.emulator import compiler
+from tests.emulator.emulator import compiler, drawn_seed
 from tests.emulator.gpu import ORDINAL, SMS, EmulatedGpu, Event, Stream
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the emulator with")
@@ -56,10 +54,7 @@ BUILDERS = ["tile_counts", "tile_scan", "tile_fragments"]
 @pytest.fixture
 def gpu(kernel_cache: Path) -> Iterator[EmulatedGpu]:
     """A new emulated GPU in CuPy's place."""
-    given = os.environ.get("EMULATOR_SEED")
-    seed = int(given) if given else 1 if os.environ.get("CI") else secrets.randbits(32)
-    print(f"EMULATOR_SEED={seed}")
-    made = EmulatedGpu(kernel_cache.parent / "emulated-kernels", seed)
+    made = EmulatedGpu(kernel_cache.parent / "emulated-kernels", drawn_seed())
     with made.here():
         yield made
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import os
 import pickle
-import secrets
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from tessera_cupy.kernels import room
 from tessera_cupy.kernels.catalog import find
 from tessera_cupy.kernels.launch import packed_fragments, packed_tasks, tile_words
 from tests.attention.test_gather import HOPPER, Tile, check, inputs, plan_name
-from tests.emulator.emulator import compiler
+from tests.emulator.emulator import compiler, drawn_seed
 from tests.emulator.gpu import EmulatedGpu, Stream
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to build the emulator with")
@@ -69,10 +67,7 @@ def gpu(request: Any) -> Iterator[Any]:
         yield Real()
         return
     kernel_cache = request.getfixturevalue("kernel_cache")
-    given = os.environ.get("EMULATOR_SEED")
-    seed = int(given) if given else 1 if os.environ.get("CI") else secrets.randbits(32)
-    print(f"EMULATOR_SEED={seed}")
-    with EmulatedGpu(Path(kernel_cache).parent / "emulated-kernels", seed).here() as made:
+    with EmulatedGpu(Path(kernel_cache).parent / "emulated-kernels", drawn_seed()).here() as made:
         yield made
 
 

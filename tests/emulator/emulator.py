@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import re
+import secrets
 import shutil
 import struct
 import subprocess
@@ -44,6 +45,17 @@ _FLAGS += ("-w",)  # of the kernels, NVRTC is the judge
 _MAP_MARK = 0x7465737365726121
 _PAGE = mmap.PAGESIZE
 _PROT_NONE = 0
+
+
+def drawn_seed() -> int:
+    """Another seed each time, except in CI, where a push fails because of its own change.
+
+    It is printed; ``$EMULATOR_SEED`` gives it again.
+    """
+    given = os.environ.get("EMULATOR_SEED")
+    seed = int(given) if given else 1 if os.environ.get("CI") else secrets.randbits(32)
+    print(f"EMULATOR_SEED={seed}")
+    return seed
 
 
 class EmulationError(AssertionError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,20 +101,6 @@ def built(kernel_cache: Path) -> Iterator[Path]:
         yield folder
         for one in ahead:
             one.cancel()
-
-
-@pytest.fixture
-def seed() -> int:
-    """Another one each time, except in CI, where a push fails because of its own change."""
-    given = os.environ.get("EMULATOR_SEED")
-    drawn = int(given) if given else 1 if os.environ.get("CI") else secrets.randbits(32)
-    print(f"EMULATOR_SEED={drawn}")
-    return drawn
-
-
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
 
 
 @pytest.fixture

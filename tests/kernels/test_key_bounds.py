@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -24,26 +20,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 NAN, INF = np.float16(np.nan), np.float16(np.inf)
-
-
-@pytest.fixture
-def seed() -> int:
-    given = os.environ.get("EMULATOR_SEED")
-    drawn = int(given) if given else 1 if os.environ.get("CI") else secrets.randbits(32)
-    print(f"EMULATOR_SEED={drawn}")
-    return drawn
-
-
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-@pytest.fixture
-def gpu(kernel_cache: Path, seed: int) -> Iterator[EmulatedGpu]:
-    made = EmulatedGpu(kernel_cache.parent / "emulated-kernels", seed)
-    with made.here():
-        yield made
 
 
 def steps(x: NDArray[np.float16]) -> NDArray[np.int64]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +27,8 @@ DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int16)
 
 
 @pytest.fixture
-def seed() -> int:
-    given = os.environ.get("EMULATOR_SEED")
-    drawn = int(given) if given else 1 if os.environ.get("CI") else secrets.randbits(32)
-    print(f"EMULATOR_SEED={drawn}")
-    return drawn
-
-
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-@pytest.fixture
 def folder(kernel_cache: Path) -> Path:
     return kernel_cache.parent / "emulated-kernels"
-
-
-@pytest.fixture
-def gpu(folder: Path, seed: int) -> Iterator[EmulatedGpu]:
-    made = EmulatedGpu(folder, seed)
-    with made.here():
-        yield made
 
 
 def draw(rng: np.random.Generator, shape: Shape, dtype: Any) -> NDArray[Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -20,15 +17,6 @@ from tests.emulator.gpu import ORDINAL, EmulatedGpu, Stream
 pytestmark = pytest.mark.skipif(
     compiler() is None, reason="the emulator needs g++, which is not on the PATH"
 )
-
-
-@pytest.fixture
-def gpu(kernel_cache: Path) -> Iterator[EmulatedGpu]:
-    seed = secrets.randbits(32)
-    print(f"EMULATOR_SEED={seed}")
-    made = EmulatedGpu(kernel_cache.parent / "emulated-kernels", seed)
-    with made.here():
-        yield made
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

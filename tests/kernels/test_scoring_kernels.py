@@ -5,10 +5,6 @@ Whole numbers have exact sums in any order, so results on them are equal to the 
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -29,26 +25,6 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
 SIZES = np.array([5, 1, 16, 11, 3], np.int32)
-
-
-@pytest.fixture
-def seed() -> int:
-    given = os.environ.get("EMULATOR_SEED")
-    drawn = int(given) if given else 1 if os.environ.get("CI") else secrets.randbits(32)
-    print(f"EMULATOR_SEED={drawn}")
-    return drawn
-
-
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-@pytest.fixture
-def gpu(kernel_cache: Path, seed: int) -> Iterator[EmulatedGpu]:
-    made = EmulatedGpu(kernel_cache.parent / "emulated-kernels", seed)
-    with made.here():
-        yield made
 
 
 def whole(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> NDArray[Any]:
