@@ -17,9 +17,10 @@
 // step's P tells where it is so large that the bound has to move. Where P is not even a number, the
 // CTA takes all its tasks a second time, and looks for the largest score of each step.
 //
-// Gather: the rows of some fragments lie anywhere. The warps that copy K and V copy them 16 bytes a
-// lane, and their lanes arrive at the stage's barrier when their copies are complete. These are
-// writes of the generic proxy, which wgmma reads in its own: consumers fence between them.
+// Gather: the rows of some fragments lie anywhere. Two warps copy K then and two V, one of which
+// copies Q too; they copy such rows 16 bytes a lane, and their lanes arrive at the stage's barrier
+// when their copies are complete. These are writes of the generic proxy, which wgmma reads in its
+// own: consumers fence between them.
 //
 // Twins: the two CTAs of a cluster hold tasks with equal lists. Each copies half of every step's
 // fragments, into the shared memory of both.
