@@ -16,8 +16,8 @@ largest ``|q_i - m[g]|`` of them,
 which is one product of matrices of twice the channels. Of the two, norms rank keys better: on
 queries and keys made from a real video (bikes, 21 x 30 x 52 tokens, four heads, groups of 64, by
 ``bench slices``), what it takes to keep 43% of the attention is 18% of the keys in raster order and
-13% in SPADE's tiles, by extremes 30% and 21%. Where keys are equally long their order is that of the
-mean query's scores.
+13% in SPADE's tiles, by extremes 30% and 21%. Where keys are equally long their order is that of
+the mean query's scores.
 
 A group may be cut into ``parts``, 1, 2 or 4, whose largest bound is its own: a closer bound, for as
 many times the products.
