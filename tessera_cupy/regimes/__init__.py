@@ -6,7 +6,8 @@
 """
 
 from tessera_cupy.regimes.features import Features
+from tessera_cupy.regimes.index import Choice
 from tessera_cupy.regimes.plan_spec import PlanSpec
-from tessera_cupy.regimes.table import Choice, Table, load_for, load_table
+from tessera_cupy.regimes.table import Table, load_for, load_table
 
 __all__ = ["Choice", "Features", "PlanSpec", "Table", "load_for", "load_table"]

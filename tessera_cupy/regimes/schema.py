@@ -4,6 +4,9 @@ Intervals are half-open, ``low <= value < high``. In the file, block sizes and h
 of a key run ``from`` a size ``to`` a size, both included; the bounds of a regime run
 ``from`` an edge and stay ``below`` an edge. A bound or a field that is left out means any. A key
 with ``mask: slices`` is for key slices alone, and comes before those that say nothing of the mask.
+
+A table that was measured or modelled may have a second list of keys, ``reasoned``, for requests
+that no key of ``keys`` has an answer for.
 """
 
 from __future__ import annotations
@@ -59,19 +62,22 @@ class Match:
 class Regime:
     """A box of buckets of one key, and the plans for it from best to worst.
 
-    ``when`` has one interval for each of :data:`AXES`. ``line`` is the place in the file.
+    ``when`` has one interval for each of :data:`AXES`. ``line`` is the place in the file,
+    ``cases`` the number of measured cases behind the ranking, where the file says it.
     """
 
     when: tuple[Interval, ...]
     plans: tuple[PlanSpec, ...]
     line: int
+    cases: int | None = None
 
 
 @dataclass(frozen=True)
 class Key:
     """Regimes of one geometry, dtype, head dim and layout class.
 
-    ``edges`` has the ascending bucket edges for each of :data:`AXES`; ``why`` is one line.
+    ``edges`` has the ascending bucket edges for each of :data:`AXES`; ``why`` is one line;
+    ``cases`` is the number of measured cases behind the key, where the file says it.
     """
 
     match: Match
@@ -79,6 +85,7 @@ class Key:
     edges: tuple[tuple[float, ...], ...]
     regimes: tuple[Regime, ...]
     line: int
+    cases: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,8 @@ class Document:
         reasons: how the table came about.
         base: plans of last resort; for every block size at least one is eligible.
         keys: classes of requests; no two may match the same request.
+        reasoned: more of them, not measured nor modelled, for requests that ``keys`` lacks; no
+            two of these may match the same request. Empty where the provenance is "default".
     """
 
     path: Path
@@ -106,6 +115,12 @@ class Document:
     reasons: str
     base: tuple[PlanSpec, ...]
     keys: tuple[Key, ...]
+    reasoned: tuple[Key, ...] = ()
+
+    @property
+    def all_keys(self) -> tuple[Key, ...]:
+        """The keys of both lists, in the order of the file."""
+        return self.keys + self.reasoned
 
 
 def read_document(path: Path) -> Document:
@@ -115,7 +130,7 @@ def read_document(path: Path) -> Document:
         TableError: anything that the schema does not allow, with file, line and field.
     """
     names = ("schema", "arch", "provenance", "device", "catalog", "raw_data", "reasons")
-    fields = strict_yaml.read(path).mapping((*names, "base", "keys"))
+    fields = strict_yaml.read(path).mapping((*names, "base", "keys"), ("reasoned",))
     # First, since another version may give every other field another meaning.
     if fields["schema"].integer(0, _MAX_SIZE) != SCHEMA:
         got, fix = f"version {fields['schema'].node.value}", "use a table of this release"
@@ -125,6 +140,9 @@ def read_document(path: Path) -> Document:
         fields["arch"].fail(f"`{path.stem}`, as in the file's name", arch, "rename one of them")
     provenance = fields["provenance"].text(PROVENANCES)
     origin = {name: _origin(fields[name], provenance) for name in ("device", "catalog", "raw_data")}
+    if "reasoned" in fields and provenance == "default":
+        expected = "`keys` alone, since the provenance is default"
+        fields["reasoned"].fail(expected, "a second list", "move its keys into `keys`")
     return Document(
         path=path,
         arch=arch,
@@ -134,7 +152,8 @@ def read_document(path: Path) -> Document:
         raw_data=origin["raw_data"],
         reasons=fields["reasons"].text(),
         base=_base(fields["base"]),
-        keys=tuple(_key(entry) for entry in fields["keys"].items()),
+        keys=_keys(fields["keys"], counted=provenance != "default"),
+        reasoned=_keys(fields["reasoned"], counted=False) if "reasoned" in fields else (),
     )
 
 
@@ -183,8 +202,13 @@ def _base(entry: Entry) -> tuple[PlanSpec, ...]:
     return plans
 
 
-def _key(entry: Entry) -> Key:
-    fields = entry.mapping(("match", "why", "regimes"), ("edges",))
+def _keys(entry: Entry, *, counted: bool) -> tuple[Key, ...]:
+    """A list of keys; only of those that were measured or modelled are cases counted."""
+    return tuple(_key(item, counted) for item in entry.items())
+
+
+def _key(entry: Entry, counted: bool) -> Key:
+    fields = entry.mapping(("match", "why", "regimes"), ("edges", "cases"))
     why = fields["why"].text()
     if "\n" in why:
         fields["why"].fail("one line", "several", "shorten it")
@@ -193,9 +217,17 @@ def _key(entry: Entry) -> Key:
         match=_match(fields["match"]),
         why=why,
         edges=edges,
-        regimes=tuple(_regime(item, edges) for item in fields["regimes"].items()),
+        regimes=tuple(_regime(item, edges, counted) for item in fields["regimes"].items()),
         line=entry.line,
+        cases=_cases(fields["cases"], counted) if "cases" in fields else None,
     )
+
+
+def _cases(entry: Entry, counted: bool) -> int:
+    if not counted:
+        fix = "remove it, or move the key into `keys` of a measured table"
+        entry.fail("no cases, since the key is reasoned", "a number of them", fix)
+    return entry.integer(1, _MAX_SIZE)
 
 
 def _match(entry: Entry) -> Match:
@@ -245,14 +277,19 @@ def _edges(entry: Entry) -> tuple[tuple[float, ...], ...]:
     return tuple(edges)
 
 
-def _regime(entry: Entry, edges: tuple[tuple[float, ...], ...]) -> Regime:
-    fields = entry.mapping(("when", "plans"))
+def _regime(entry: Entry, edges: tuple[tuple[float, ...], ...], counted: bool) -> Regime:
+    fields = entry.mapping(("when", "plans"), ("cases",))
     bounds = fields["when"].mapping((), AXES)
     when = tuple(
         _bounds(bounds[axis], axis, known) if axis in bounds else ANY
         for axis, known in zip(AXES, edges, strict=True)
     )
-    return Regime(when=when, plans=_plans(fields["plans"]), line=entry.line)
+    return Regime(
+        when=when,
+        plans=_plans(fields["plans"]),
+        line=entry.line,
+        cases=_cases(fields["cases"], counted) if "cases" in fields else None,
+    )
 
 
 def _bounds(entry: Entry, axis: str, edges: tuple[float, ...]) -> Interval:

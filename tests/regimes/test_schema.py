@@ -149,7 +149,7 @@ def test_other_ways_to_write_the_same(tmp_path, old, new):
         ("why: one line", "why: yes", "keys[0].why", "truth value"),
         # Names.
         ("schema: 1", "schema: 1\ncolour: red", "colour", "unknown field `colour`"),
-        ("why: one line", "wy: one line", "keys[0].wy", "match, why, regimes, edges"),
+        ("why: one line", "wy: one line", "keys[0].wy", "match, why, regimes, edges, cases"),
         ("dtype: bfloat16", "off: bfloat16", "keys[0].match.off", "unknown field `off`"),
         ("heads: [8]", "head: [8]", "keys[0].edges.head", "heads, tokens"),
         ("{below: 4096}", "{to: 4096}", "keys[0].regimes[0].when.tokens.to", "from, below"),
