@@ -162,8 +162,8 @@ for name in ("NVIDIA H200", "0a1b2c", "ffee01"):
             "reasoned[0].cases",
             "no cases, since the key is reasoned",
         ),
-        (HEAD + KEYS.replace("12", "0"), "cases: 0", "keys[0].cases", "from 1 to"),
-        (HEAD + KEYS.replace("12", "1.5"), "cases: 1.5", "keys[0].cases", "got 1.5"),
+        (HEAD + KEYS.replace("cases: 12", "cases: 0"), "cases: 0", "keys[0].cases", "from 1 to"),
+        (HEAD + KEYS.replace("cases: 12", "cases: 1.5"), "cases: 1.5", "keys[0].cases", "got 1.5"),
         (
             HEAD + KEYS.replace("cases: 5", "cases: many"),
             "cases: many",
