@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml
 	  $(PYTHON) -m venv --clear $(VENV); \
 	fi
 	@echo "Installing tessera-cupy and its tools for CUDA $(CUDA) in $(VENV) (a few hundred MB the first time)"
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[cuda$(CUDA),demo,notebooks,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[cuda$(CUDA),demo,notebooks,profile,dev]'
 	@touch $@
 
 demo: $(STAMP)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tessera_cupy.kernels.builders import TILE_Q_SIDES, TileBuild
+from tessera_cupy.kernels.builders import TileBuild
 from tessera_cupy.mapping import TileShape, choose_slot, gather_slot
 from tessera_cupy.masks import BlockMask
-from tessera_cupy.organization import DeviceModel, Organization
+from tessera_cupy.organization import DeviceModel
 from tessera_cupy.regimes import PlanSpec
+from tessera_cupy.regimes.candidates import made_on_gpu
 from tessera_cupy.request import Request
-
-_ORGANIZATION = Organization(longest=True, split=True)
 
 
 def tile_build(
@@ -34,9 +33,9 @@ def tile_build(
     if source is None or device is None or source.layout.device != device:
         return None
     keys = source.layout.keys
-    if spec.mapping.kv != ("gather" if keys else "pack") or spec.mapping.q not in TILE_Q_SIDES:
+    if not made_on_gpu(spec) or (spec.mapping.kv == "gather") != keys:
         return None
-    if spec.organization != _ORGANIZATION or not source.layout.rows or not source.num_blocks[1]:
+    if not source.layout.rows or not source.num_blocks[1]:
         return None
     if min(mask.shape) == 0:
         return None

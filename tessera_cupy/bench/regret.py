@@ -1,0 +1,133 @@
+"""How good a profile table is: its plans against the best that were timed, on other masks.
+
+Everything here is arithmetic over measurements; :mod:`~tessera_cupy.bench.regret_run` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tessera_cupy.regimes import PlanSpec, Table
+from tessera_cupy.regimes.candidates import BASE_ORGANIZATION, FULL_ORGANIZATION, retains
+from tessera_cupy.regimes.measurements import Case, Measurements
+from tessera_cupy.regimes.regret import Regret, online_times
+
+
+class Judged(NamedTuple):
+    """A table's plan for one case.
+
+    Attributes:
+        case: the mask and its times.
+        regime: where the table put it.
+        chosen: the first plan of the ranking that was timed.
+        best: the fastest plan that the table may rank.
+        ratio: time of the chosen plan by that of the best.
+    """
+
+    case: Case
+    regime: str
+    chosen: PlanSpec
+    best: PlanSpec
+    ratio: float
+
+
+def judge(table: Table, measurements: Measurements) -> list[Judged]:
+    """What a table chooses on each case, in order.
+
+    A case on which no plan of its ranking was timed is judged by the slowest that was: the table
+    had nothing better to offer.
+    """
+    judged = []
+    for case in measurements.cases:
+        times = online_times(case)
+        if not times:
+            continue
+        choice = table.lookup(case.features)
+        best = min(times, key=lambda plan: (times[plan], plan.name))
+        slowest = max(times, key=lambda plan: (times[plan], plan.name))
+        chosen = next((plan for plan in choice.ranking if plan in times), slowest)
+        judged.append(Judged(case, choice.regime, chosen, best, times[chosen] / times[best]))
+    return judged
+
+
+def ablation(measurements: Measurements, table: Table) -> dict[str, float]:
+    """What mapping, organization and the table add, as geometric means of speed-ups.
+
+    Returns:
+        By name, the speed-up over retaining blocks in the order of rows: ``mapping``, the best
+        mapping in the order of rows; ``full``, the best plan; ``table``, the table's plan. Cases
+        that lack one of them are left out of all.
+
+    The published figure of this kind is 1.38 on an H100, for full over retain.
+    """
+    speedups: dict[str, list[float]] = {"mapping": [], "full": [], "table": []}
+    for one in judge(table, measurements):
+        every = one.case.times()
+        rows = {p: ms for p, ms in every.items() if p.organization == BASE_ORGANIZATION}
+        retained = [ms for plan, ms in rows.items() if retains(plan)]
+        full = [ms for plan, ms in every.items() if plan.organization == FULL_ORGANIZATION]
+        if not retained or not full:
+            continue
+        base = min(retained)
+        speedups["mapping"].append(base / min(rows.values()))
+        speedups["full"].append(base / min(full))
+        speedups["table"].append(base / every[one.chosen])
+    return {name: geometric_mean(values) for name, values in speedups.items() if values}
+
+
+def report(table: Table, measurements: Measurements, kind: Callable[[Case], str]) -> dict[str, Any]:
+    """Regret overall and by kind, the worst cases, and the ablation; JSON-able.
+
+    Args:
+        table: the table to judge.
+        measurements: cases that it was not compiled from.
+        kind: names the kind of a case.
+
+    Raises:
+        ValueError: no case was timed.
+    """
+    judged = judge(table, measurements)
+    if not judged:
+        raise ValueError("No case was timed, so there is no regret to report.")
+    kinds = list(dict.fromkeys(kind(one.case) for one in judged))
+    worst = sorted(judged, key=lambda one: (-one.ratio, one.case.name))[:10]
+    return {
+        "all": _numbers([one.ratio for one in judged]),
+        "kinds": {
+            name: _numbers([one.ratio for one in judged if kind(one.case) == name])
+            for name in kinds
+        },
+        "slower_than_dense": sum(
+            one.case.dense_ms is not None
+            and one.case.times()[one.chosen] > 1.03 * one.case.dense_ms
+            for one in judged
+        ),
+        "ablation": ablation(measurements, table),
+        "worst": [
+            {
+                "case": one.case.name,
+                "source": one.case.source,
+                "regime": one.regime,
+                "chosen": one.chosen.name,
+                "best": one.best.name,
+                "ratio": one.ratio,
+            }
+            for one in worst
+        ],
+    }
+
+
+def _numbers(ratios: Sequence[float]) -> dict[str, float]:
+    return Regret.of(ratios)._asdict()
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The geometric mean of positive numbers.
+
+    >>> geometric_mean([1.0, 4.0])
+    2.0
+    """
+    return float(np.exp(np.log(np.asarray(values, np.float64)).mean()))

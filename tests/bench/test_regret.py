@@ -1,0 +1,83 @@
+from pathlib import Path
+
+import pytest
+
+from tessera_cupy.bench.regret import ablation, judge, report
+from tessera_cupy.regimes import PlanSpec, Table, load_for
+from tessera_cupy.regimes.compiler import compile_table
+from tessera_cupy.regimes.measurements import Case, Measurements, PlanTime
+
+from ..regimes.measured import MERGE, REGROUP, RETAIN, SHARE, case, crossing, measured
+
+ROWS_RETAIN = PlanSpec.parse("attend_wgmma/q128k192/retain-retain/rows")
+ROWS_SHARE = PlanSpec.parse("attend_wgmma/q128k192/share-pack/rows")
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Share below a density of 0.3, merge from there on."""
+    prior = load_for("sm90").document
+    return Table(compile_table(crossing(edge=0.3), prior, path=Path("sm90.yaml")))
+
+
+def test_regret_is_the_chosen_plan_s_time_by_the_best_one_s(table):
+    held = measured(
+        [
+            case({SHARE: 1.0, MERGE: 3.0}, 0, density=0.1),
+            case({SHARE: 1.5, MERGE: 1.2}, 1, density=0.1),
+            case({SHARE: 1.0, MERGE: 2.0}, 2, density=0.9),
+            # What only the host can plan does not count.
+            case({SHARE: 1.0, REGROUP: 0.5}, 3, density=0.1),
+        ]
+    )
+    assert [(one.chosen, one.ratio) for one in judge(table, held)] == [
+        (SHARE, 1.0),
+        (SHARE, 1.25),
+        (MERGE, 2.0),
+        (SHARE, 1.0),
+    ]
+    found = report(table, held, lambda one: one.name)
+    assert found["all"]["mean"] == pytest.approx((1.25 * 2) ** (1 / 4), abs=1e-6)
+    assert found["all"]["close"] == 0.5
+    assert found["worst"][0]["case"] == "case 2"
+    assert found["kinds"]["case 1"]["mean"] == 1.25
+
+
+def test_a_plan_that_does_not_serve_gives_way_to_the_next(table):
+    held = measured([case({MERGE: 2.0, RETAIN: 1.0}, density=0.1)])
+    [one] = judge(table, held)
+    assert (one.chosen, one.ratio) == (MERGE, 2.0)
+
+
+def test_a_table_with_nothing_to_offer_is_charged_the_slowest(table):
+    odd = PlanSpec.parse("attend_wgmma/q128k192/split-pack/longest+split")
+    other = PlanSpec.parse("attend_mma/q128k64/split-pack/longest+split")
+    [one] = judge(table, measured([case({odd: 1.0, other: 4.0}, density=0.1)]))
+    assert (one.chosen, one.ratio) == (other, 4.0)
+
+
+def test_the_ablation_by_hand(table):
+    """Retain takes 4, share in rows 2, share organized 1 and merge 1.25."""
+    times = {ROWS_RETAIN: 4.0, ROWS_SHARE: 2.0, SHARE: 1.0, MERGE: 1.25}
+    held = measured([case(times, 0, density=0.1), case(times, 1, density=0.5)])
+    found = ablation(held, table)
+    assert found["mapping"] == pytest.approx(2.0)
+    assert found["full"] == pytest.approx(4.0)
+    assert found["table"] == pytest.approx((4 * 3.2) ** 0.5)
+    # A case without the base is left out.
+    more = measured([*held.cases, case({SHARE: 1.0}, 2, density=0.1)])
+    assert ablation(more, table) == found
+
+
+def test_plans_slower_than_dense_attention_are_counted(table):
+    timings = (PlanTime(SHARE, "timed", 2.0, 2.0, 2.0),)
+    base = case({SHARE: 2.0}, density=0.1)
+    cases = [Case(f"{d}", "s", base.features, timings, d) for d in (1.9, 1.95, 4.0)]
+    held = Measurements("sm90", "measured", "GPU", "0", (), (*cases, base))
+    assert report(table, held, lambda one: "all")["slower_than_dense"] == 1
+
+
+def test_nothing_timed_is_said(table):
+    held = measured([case({}, states={SHARE: "failed"})])
+    with pytest.raises(ValueError, match="No case was timed"):
+        report(table, held, lambda one: "all")
