@@ -19,6 +19,7 @@ from tessera_cupy import interop
 from tessera_cupy.attention import make_plan
 from tessera_cupy.bench import gpu
 from tessera_cupy.bench.corpus import random_mask
+from tessera_cupy.bench.machine import machine
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.plan import Plan
@@ -74,6 +75,8 @@ def run(
     cases: tuple[Case, ...],
     on_case: Callable[[], None],
     kernel: str | None = None,
+    *,
+    cold: bool = False,
 ) -> dict[str, Any]:
     """Time every case and torch's dense backends on bfloat16 random input.
 
@@ -84,10 +87,12 @@ def run(
         cases: the masks.
         on_case: called after each case and backend.
         kernel: the kernel to measure; None leaves the choice to the profile table.
+        cold: whether each call begins with a cold L2.
 
     Returns:
-        JSON-able: the GPU, the sizes, TFLOP/s of each backend that torch has here, and for each
-        case its plan, milliseconds, TFLOP/s of active pairs and the ratio to each backend.
+        JSON-able: the machine, the sizes, ``dense``, milliseconds and TFLOP/s of each backend that
+        torch has here, and in ``rows`` for each case its plan, milliseconds, TFLOP/s of active
+        pairs and the ratio to each backend.
 
     Raises:
         NoGpuError: there is none.
@@ -98,30 +103,31 @@ def run(
     dtype = interop.numpy_dtype("bfloat16")
     q, k, v = (cupy.asarray(rng.standard_normal(shape, np.float32).astype(dtype)) for _ in range(3))
     out = cupy.empty_like(q)
-    timed = partial(gpu.median_ms, on_run=lambda: None, warm_up=WARM_UP, runs=RUNS)
 
-    dense_flops = 4 * head_dim * tokens**2 * heads
-    backends = {}
+    def timed(call: Callable[[], object], pairs: int) -> dict[str, Any]:
+        times = gpu.timings({"": call}, lambda: None, warm_up=WARM_UP, runs=RUNS, cold=cold)
+        rate = 4 * head_dim * pairs / times[""].median / 1e9
+        return {"ms": times[""].median, "spread_ms": times[""].spread, "tflops": rate}
+
+    dense = {}
     for title, backend in BACKENDS:
         if gpu.has_torch():
-            backends[title] = dense_flops / timed(gpu.dense_call(q, k, v, backend)) / 1e9
+            dense[title] = timed(gpu.dense_call(q, k, v, backend), tokens**2 * heads)
         on_case()
     rows = []
     for case in cases:
         mask = random_mask((case.block, case.block), case.density, heads, tokens, rng)
         plan = make_plan(mask, q, k, v) if kernel is None else plan_of_kernel(kernel, mask, q, k, v)
-        ms = timed(partial(plan.run, q, k, v, out=out))
-        rate = 4 * head_dim * mask.active_pairs() / ms / 1e9
+        result = timed(partial(plan.run, q, k, v, out=out), mask.active_pairs())
         rows.append(
             {
                 "block": case.block,
                 "density": mask.density(),
                 "plan": plan.spec.name,
-                "ms": ms,
-                "tflops": rate,
-                "ratios": {title: rate / dense for title, dense in backends.items()},
+                **result,
+                "ratios": {title: result["tflops"] / one["tflops"] for title, one in dense.items()},
             }
         )
         on_case()
     sizes = {"tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": "bfloat16"}
-    return {"gpu": gpu.name(), **sizes, "dense_tflops": backends, "cases": rows}
+    return {**machine(), **sizes, "dense": dense, "rows": rows}

@@ -1,8 +1,15 @@
-"""What the peers run: torch's attention on the same q, k, v and mask, on the same stream."""
+"""What the peers run: their attention on the same q, k, v and mask, on the same stream.
+
+A peer that does not import, refuses a mask, fails or is wrong is a result, told by name in one
+line, and the run goes on. One that breaks the CUDA context takes the run with it: nothing in this
+process can help that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -11,31 +18,81 @@ from numpy.typing import NDArray
 from tessera_cupy import interop
 from tessera_cupy.bench import gpu
 from tessera_cupy.bench.check import Expected
+from tessera_cupy.bench.fa4_peer import dense_fa4, make_fa4_sparse
+from tessera_cupy.bench.flashinfer_peer import make_flashinfer
 from tessera_cupy.bench.flex import make_flex, tile_options
-from tessera_cupy.bench.peers import PEERS, Peer
+from tessera_cupy.bench.peers import PACKAGES, PEERS, Peer, Rival, UnsupportedError
+from tessera_cupy.bench.vsa_peer import make_vsa
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
 
+_RIVALS: dict[str, Callable[..., Rival]] = {
+    "flex": make_flex,
+    "fa4-sparse": make_fa4_sparse,
+    "flashinfer": make_flashinfer,
+    "flashinfer-cake": partial(make_flashinfer, backend="cake"),
+    "vsa": make_vsa,
+}
 
-def choose(names: Sequence[str] | None) -> tuple[Peer, ...]:
+
+def choose(
+    names: Sequence[str] | None, among: Sequence[Peer] = PEERS
+) -> tuple[tuple[Peer, ...], dict[str, str]]:
     """The peers of these names, in the order of the table; None means all that can run here.
 
+    Args:
+        names: of ``among``, or None.
+        among: who may take part.
+
+    Returns:
+        The peers, and by name why others are left out, which None alone does.
+
     Raises:
-        ValueError: peers are named, and torch is not installed or has no GPU.
+        ValueError: a peer is named that is not installed, or torch has no GPU.
     """
-    there = gpu.has_torch()
-    if names is None:
-        return PEERS if there else ()
-    if names and not there:
+    asked = [peer for peer in among if names is None or peer.name in names]
+    absent = {peer.name: reason for peer in asked if (reason := _absence(peer))}
+    if names is not None and absent:
         raise ValueError(
             wrong(
                 "peers",
-                "peers that can run here; all of them are torch's",
-                f"{' '.join(names)} without torch on a GPU",
-                "install torch with CUDA, or give --peers no name",
+                "peers that can run here",
+                "; ".join(f"{name}, which {reason}" for name, reason in absent.items()),
+                "install what they need, or leave them out (--peers with no name leaves out all)",
             )
         )
-    return tuple(peer for peer in PEERS if peer.name in names)
+    return tuple(peer for peer in asked if peer.name not in absent), absent
+
+
+def _absence(peer: Peer) -> str | None:
+    """Why a peer cannot take part; None where it can."""
+    if not gpu.has_torch():
+        return "needs torch with a GPU"
+    try:
+        there = any(find_spec(module) is not None for module in peer.modules)
+    except Exception as error:  # finding a submodule imports its parent, which may fail in any way
+        return f"does not load: {one_line(error)}"
+    packages = " or ".join(PACKAGES[module] for module in peer.modules)
+    return None if there else f"needs {packages}, which is not installed"
+
+
+def rivals(
+    peers: Iterable[Peer], arrays: tuple[Any, Any, Any]
+) -> tuple[dict[str, Rival], dict[str, str]]:
+    """Peers that compute masks, over q, k and v; and by name why others cannot.
+
+    Args:
+        peers: who takes part, of :data:`tessera_cupy.bench.peers.SPARSE`.
+        arrays: q, k and v, CuPy bfloat16 (1, heads, tokens, d).
+    """
+    made: dict[str, Rival] = {}
+    reasons: dict[str, str] = {}
+    for peer in peers:
+        try:
+            made[peer.name] = _RIVALS[peer.name](*arrays)
+        except Exception as error:  # a peer's own failure, of whatever type, is a result here
+            reasons[peer.name] = reason_of(error)
+    return made, reasons
 
 
 class Contest:
@@ -47,7 +104,14 @@ class Contest:
     """
 
     def __init__(self, peers: Sequence[Peer], arrays: tuple[Any, Any, Any]) -> None:
-        self._calls = {peer: _calls_of(peer, arrays) for peer in peers}
+        self._peers = tuple(peers)
+        self._makers: dict[str, Callable[[BlockMask], Callable[[], Any]]] = {}
+        self._reasons: dict[str, str] = {}
+        for peer in peers:
+            try:
+                self._makers[peer.name] = _calls_of(peer, arrays)
+            except Exception as error:  # a peer's own failure, of whatever type, is a result here
+                self._reasons[peer.name] = reason_of(error)
 
     def calls(
         self, mask: BlockMask, expected: Expected
@@ -62,15 +126,17 @@ class Contest:
             The calls by the peers' names, and for those that cannot run, why not.
         """
         calls: dict[str, Callable[[], Any]] = {}
-        reasons: dict[str, str] = {}
-        for peer, make in self._calls.items():
+        reasons = dict(self._reasons)
+        for peer in self._peers:
+            if peer.name in reasons:
+                continue
             try:
-                call = make(mask)
+                call = self._makers[peer.name](mask)
                 result = call()
                 # Dense attention knows no mask.
-                problem = problem_of(result, expected) if peer.backend is None else None
-            except Exception as error:  # a peer's own failure, of whatever type, is a result here
-                problem = one_line(error)
+                problem = None if peer.dense else problem_of(result, expected)
+            except Exception as error:  # as above
+                problem = reason_of(error)
             if problem is None:
                 calls[peer.name] = call
             else:
@@ -80,13 +146,13 @@ class Contest:
 
 def options(peer: Peer, block_size: tuple[int, int]) -> dict[str, int]:
     """What a peer was told beyond its defaults."""
-    return tile_options(block_size) if peer.backend is None else {}
+    return tile_options(block_size) if peer.name == "flex" else {}
 
 
 def _calls_of(peer: Peer, arrays: tuple[Any, Any, Any]) -> Callable[[BlockMask], Callable[[], Any]]:
-    if peer.backend is None:
-        return make_flex(*arrays).call
-    dense = gpu.dense_call(*arrays, peer.backend)
+    if not peer.dense:
+        return _RIVALS[peer.name](*arrays).call
+    dense = dense_fa4(*arrays) if peer.name == "fa4" else gpu.dense_call(*arrays, peer.backend)
     return lambda mask: dense
 
 
@@ -103,6 +169,11 @@ def _host(tensor: Any) -> NDArray[Any]:
 
     bits: NDArray[np.int16] = tensor.view(torch.int16).cpu().numpy()
     return bits.view(interop.numpy_dtype("bfloat16"))
+
+
+def reason_of(error: Exception) -> str:
+    """Why a peer has no figure, in one line."""
+    return str(error) if isinstance(error, UnsupportedError) else one_line(error)
 
 
 def one_line(error: Exception) -> str:

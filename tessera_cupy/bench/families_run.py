@@ -19,6 +19,7 @@ from tessera_cupy.bench.mask_file import cached_bits
 from tessera_cupy.bench.steps import Steps
 from tessera_cupy.choice import checked_regime
 from tessera_cupy.errors import wrong
+from tessera_cupy.regimes import PlanSpec
 from tessera_cupy.video import MODELS, VideoGrid
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def run_families(
     mask_cache: Path | None,
     regime: str,
     console: Console,
+    beside: str | None = None,
+    cold: bool = False,
 ) -> dict[str, Any]:
     """Measure the block families on the GPU here.
 
@@ -53,10 +56,14 @@ def run_families(
         mask_cache: file to take masks from, and to add those to that it lacks.
         regime: ``"auto"``, or the name of a plan for the masks that it can serve.
         console: where progress goes.
+        beside: name of a second plan to measure in turns with the first where it can serve the
+            masks, or None.
+        cold: whether each call begins with a cold L2.
 
     Returns:
         The report of :func:`~tessera_cupy.bench.family_rates.measure_all`, and in it
-        ``grid``, None for random masks without one, and ``masks``, in words.
+        ``grid``, None for random masks without one, ``masks``, in words, and ``left_out``, by
+        name why peers that were not named did not take part.
 
     Raises:
         NoGpuError: there is none.
@@ -64,8 +71,10 @@ def run_families(
         ValueError: an argument that cannot be served.
     """
     interop.import_cupy()
-    chosen_peers = contest.choose(peers)
+    chosen_peers, left_out = contest.choose(peers)
     checked_regime(regime)
+    if beside is not None:
+        PlanSpec.parse(beside, argument="beside")
     steps = Steps(console, count=2 if masks == "random" else 3)
     drawn = draw(tokens, grid, heads, head_dim, families, clips, masks, mask_cache, steps)
 
@@ -80,9 +89,9 @@ def run_families(
             name = f"{figures['family']} {figures['clip']}"
             console.print(f"  {name}: {figures['ms']:.3f} ms, {figures['tflops']:.0f} TFLOP/s")
 
-        report = measure_all(drawn.cases, request, chosen_peers, on_case)
+        report = measure_all(drawn.cases, request, chosen_peers, on_case, beside=beside, cold=cold)
         step.done(f"{drawn.count} masks beside {len(chosen_peers)} peers")
-    return report | {"grid": drawn.grid, "masks": drawn.what}
+    return report | {"grid": drawn.grid, "masks": drawn.what, "left_out": left_out}
 
 
 @dataclass(frozen=True)

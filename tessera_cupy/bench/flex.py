@@ -95,17 +95,25 @@ def torch_mask_of_dense(blocks: Any, block_size: tuple[int, int], tokens: int) -
     import torch
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-    counts = blocks.sum(dim=-1, dtype=torch.int32)
-    columns = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+    counts, columns = torch_lists_of_dense(blocks)
     return FlexMask.from_kv_blocks(
         torch.zeros_like(counts),
-        torch.zeros_like(columns, dtype=torch.int32),
+        torch.zeros_like(columns),
         counts,
-        columns.to(torch.int32),
+        columns,
         BLOCK_SIZE=block_size,
         seq_lengths=(tokens, tokens),
         compute_q_blocks=False,
     )
+
+
+def torch_lists_of_dense(blocks: Any) -> tuple[Any, Any]:
+    """Counts and columns as of :func:`padded_lists`, int32, of a bool torch tensor of blocks."""
+    import torch
+
+    counts = blocks.sum(dim=-1, dtype=torch.int32)
+    columns = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+    return counts, columns.to(torch.int32)
 
 
 class Flex:
@@ -144,10 +152,8 @@ class Flex:
             mask: the mask, of which :meth:`call` was asked last.
             dense: (1, heads, nq, nk) bool CuPy array of its blocks.
         """
-        import torch
-
         attention, options = self._attention, tile_options(mask.block_size)
-        blocks = torch.from_dlpack(dense.view("uint8")).view(torch.bool)
+        blocks = gpu.torch_blocks(dense)
 
         def call() -> Any:
             with self._on_stream():

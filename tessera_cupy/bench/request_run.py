@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera_cupy import interop
-from tessera_cupy.bench import gpu
+from tessera_cupy.bench import contest
 from tessera_cupy.bench.families_run import draw
 from tessera_cupy.bench.family_rates import Request
+from tessera_cupy.bench.peers import SPARSE
 from tessera_cupy.bench.request_times import measure_all
 from tessera_cupy.bench.steps import Steps
 from tessera_cupy.choice import checked_regime
@@ -26,16 +27,17 @@ def run_request(
     head_dim: int,
     families: Sequence[str] | None,
     clips: Sequence[str] | None,
-    flex: bool,
+    peers: Sequence[str] | None,
     masks: str,
     mask_cache: Path | None,
     regime: str,
     console: Console,
+    cold: bool = False,
 ) -> dict[str, Any]:
     """Time whole requests of the block families on the GPU here.
 
     Args:
-        flex: whether FlexAttention takes part, where torch has a GPU.
+        peers: names of those that compute masks; None means all that can run here.
         tokens: this and all others as in :func:`tessera_cupy.bench.families_run.run_families`.
         grid: the same.
         heads: the same.
@@ -46,17 +48,18 @@ def run_request(
         mask_cache: the same.
         regime: the same.
         console: the same.
+        cold: the same.
 
     Returns:
-        The report of :func:`~tessera_cupy.bench.request_times.measure_all`, and in it ``grid``
-        and ``masks``, in words.
+        The report of :func:`~tessera_cupy.bench.request_times.measure_all`, and in it ``grid``,
+        ``masks`` and ``left_out``, as of ``run_families``.
 
     Raises:
         NoGpuError, MissingExtraError, ValueError: as ``run_families``.
     """
     interop.import_cupy()
+    chosen, left_out = contest.choose(peers, SPARSE)
     checked_regime(regime)
-    with_flex = flex and gpu.has_torch()
     steps = Steps(console, count=2 if masks == "random" else 3)
     drawn = draw(tokens, grid, heads, head_dim, families, clips, masks, mask_cache, steps)
     with steps.step("q, k, v") as step:
@@ -70,6 +73,6 @@ def run_request(
             name = f"{figures['family']} {figures['clip']}"
             console.print(f"  {name}: request {ms['named']:.3f} ms, attention {ms['kernel']:.3f}")
 
-        report = measure_all(drawn.cases, request, with_flex=with_flex, on_case=on_case)
-        step.done(f"{drawn.count} masks")
-    return report | {"grid": drawn.grid, "masks": drawn.what}
+        report = measure_all(drawn.cases, request, chosen, on_case, cold=cold)
+        step.done(f"{drawn.count} masks beside {len(chosen)} peers")
+    return report | {"grid": drawn.grid, "masks": drawn.what, "left_out": left_out}

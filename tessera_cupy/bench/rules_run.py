@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tessera_cupy import interop
-from tessera_cupy.bench import gpu
-from tessera_cupy.bench.family_rates import versions
+from tessera_cupy.bench.machine import machine
 from tessera_cupy.bench.rules import RULES, Rule, find
 from tessera_cupy.bench.rules_times import COMPLETE, Input, measure
 from tessera_cupy.bench.steps import Steps
@@ -18,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def run_rules(
-    *, rules: Sequence[str] | None, heads: int, clip: str, console: Console
+    *,
+    rules: Sequence[str] | None,
+    heads: int,
+    clip: str,
+    console: Console,
+    cold: bool = False,
 ) -> dict[str, Any]:
     """Time the complete call of rules on the GPU here, beside torch's dense attention.
 
@@ -27,9 +31,10 @@ def run_rules(
         heads: heads of q, k and v, each with a mask of its own.
         clip: one of :data:`tessera_cupy.bench.clips.CLIPS`.
         console: where progress goes.
+        cold: whether each call begins with a cold L2.
 
     Returns:
-        JSON-able: the GPU, the versions, the sizes, where the masks are from, a case for each rule
+        JSON-able: the machine, the sizes, where the masks are from, in ``rows`` one for each rule
         as :func:`~tessera_cupy.bench.rules_times.measure` gives it or with the ``reason`` why it
         could not run, and ``passed``, whether every output was right.
 
@@ -48,15 +53,14 @@ def run_rules(
     cases: dict[str, dict[str, Any]] = {}
     for size in sizes:
         alike = [rule for rule in chosen if (rule.grid, rule.head_dim, rule.sharpen) == size]
-        cases |= _on_grid(alike, (clip, heads), steps, console, rules is None)
+        cases |= _on_grid(alike, (clip, heads), steps, console, rules is None, cold)
     ordered = [cases[rule.name] for rule in chosen]
     return {
-        "gpu": gpu.name(),
-        "versions": versions(),
+        **machine(),
         "heads": heads,
         "dtype": "bfloat16",
         "masks": f"regenerated from {clip}.mp4, on the grids of the rules' models without text",
-        "cases": ordered,
+        "rows": ordered,
         "passed": all(case["check"]["passed"] for case in ordered if "check" in case),
     }
 
@@ -67,6 +71,7 @@ def _on_grid(
     steps: Steps,
     console: Console,
     may_lack: bool,
+    cold: bool,
 ) -> dict[str, dict[str, Any]]:
     """The cases of rules that take one q, k and v, by name."""
     clip, heads = what
@@ -78,7 +83,7 @@ def _on_grid(
     with steps.step(f"Measure on {grid}", len(rules)) as step:
         for rule in rules:
             try:
-                case = cases[rule.name] = measure(rule, given)
+                case = cases[rule.name] = measure(rule, given, cold=cold)
             except MissingExtraError as error:
                 if not may_lack:
                     raise

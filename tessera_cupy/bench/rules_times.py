@@ -113,8 +113,13 @@ class _Parts(NamedTuple):
     once_ms: float | None
 
 
-def measure(rule: Rule, given: Input) -> dict[str, Any]:
+def measure(rule: Rule, given: Input, *, cold: bool = False) -> dict[str, Any]:
     """Check the complete call of a rule, then time it and its parts.
+
+    Args:
+        rule: the rule.
+        given: q, k and v.
+        cold: as of :func:`tessera_cupy.bench.gpu.timings`.
 
     Returns:
         JSON-able: the rule, its grid and parameters, the mask's figures, the plan, milliseconds of
@@ -138,7 +143,8 @@ def measure(rule: Rule, given: Input) -> dict[str, Any]:
     calls = parts.calls
     if gpu.has_torch():
         calls[DENSE] = gpu.dense_call(*given.arrays, "CUDNN_ATTENTION")
-    ms = gpu.medians_ms(calls, lambda: None, warm_up=_WARM_UP, runs=_RUNS)
+    times = gpu.timings(calls, lambda: None, warm_up=_WARM_UP, runs=_RUNS, cold=cold)
+    ms = {name: time.median for name, time in times.items()}
     heads, tokens, head_dim = out.shape[1:]
     pairs = mask.active_pairs() * (heads if mask.heads == 1 else 1)
     return {
@@ -160,6 +166,7 @@ def measure(rule: Rule, given: Input) -> dict[str, Any]:
         "made_on_gpu": parts.on_gpu,
         "once_ms": parts.once_ms,
         "ms": ms,
+        "spread_ms": {name: time.spread for name, time in times.items()},
         "tflops": 4 * head_dim * pairs / ms[ATTENTION] / 1e9,
         "speedup": ms[DENSE] / ms[COMPLETE] if DENSE in ms else None,
         "check": {

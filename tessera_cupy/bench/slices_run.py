@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tessera_cupy import interop
-from tessera_cupy.bench import gpu
-from tessera_cupy.bench.family_rates import Request, versions
+from tessera_cupy.bench.family_rates import Request
+from tessera_cupy.bench.machine import machine
 from tessera_cupy.bench.rules_times import Input
 from tessera_cupy.bench.slices_cases import (
     BLOCKS,
@@ -39,6 +39,7 @@ def run_slices(
     clip: str,
     as_blocks: bool,
     console: Console,
+    cold: bool = False,
 ) -> dict[str, Any]:
     """Time key slices on the GPU here, beside blocks and torch's dense attention.
 
@@ -50,12 +51,14 @@ def run_slices(
         clip: one of :data:`tessera_cupy.bench.clips.CLIPS`, for q and k on :data:`GRID`.
         as_blocks: also measure random slices as blocks with token bits.
         console: where progress goes.
+        cold: whether each call begins with a cold L2.
 
     Returns:
-        JSON-able: the GPU, the versions, the sizes, ``random`` and ``clip`` as
-        :func:`~tessera_cupy.bench.slices_times.measure` gives their cases, with their sizes and the
-        rate of dense attention (of the clip also ``mass``, or the ``reason`` why it was left
-        out); all of them in ``cases`` too, and ``passed``, whether every output was right.
+        JSON-able: the machine; ``random`` and ``clip``, the sizes of either kind of masks and the
+        rate of dense attention beside them (of the clip also ``mass``, unless it was left out);
+        ``rows``, one for each mask as :func:`~tessera_cupy.bench.slices_times.measure` gives it,
+        whose ``clip`` is ``random`` or the clip's name, the last with a ``reason`` where the clip
+        was left out; and ``passed``, whether every output was right.
 
     Raises:
         NoGpuError: there is none.
@@ -69,56 +72,51 @@ def run_slices(
     interop.import_cupy()
     steps = Steps(console, count=4)
     sizes = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
-    drawn = _random(sizes, density, steps, as_blocks=as_blocks)
+    drawn, rows = _random(sizes, density, steps, as_blocks=as_blocks, cold=cold)
     sizes = {"tokens": GRID.tokens, "heads": min(heads, CLIP_HEADS), "head_dim": head_dim}
     try:
-        from_clip = _from_clip(sizes, clip, steps)
+        from_clip, more = _from_clip(sizes, clip, steps, cold=cold)
     except MissingExtraError as error:
-        reason = {"rule": "equal mass", "clip": clip, "reason": str(error)}
-        from_clip = {**sizes, "name": clip, "grid": str(GRID), "cases": [reason], "dense": None}
-    cases = [*drawn["cases"], *from_clip["cases"]]
+        from_clip = {**sizes, "name": clip, "grid": str(GRID), "dense": None}
+        more = [{"rule": "equal mass", "clip": clip, "reason": str(error)}]
+    rows += more
     return {
-        "gpu": gpu.name(),
-        "versions": versions(),
+        **machine(),
         "dtype": "bfloat16",
         "random": drawn,
         "clip": from_clip,
-        "cases": cases,
-        "passed": all(case["check"]["passed"] for case in cases if "check" in case),
+        "rows": rows,
+        "passed": all(row["check"]["passed"] for row in rows if "check" in row),
     }
 
 
 def _random(
-    sizes: dict[str, int], density: float, steps: Steps, *, as_blocks: bool
-) -> dict[str, Any]:
+    sizes: dict[str, int], density: float, steps: Steps, *, as_blocks: bool, cold: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with steps.step("Random masks") as step:
         request = Request(sizes["heads"], sizes["tokens"], sizes["head_dim"])
         q, k, v = request.host
         cases = random_cases(Given(request.arrays, (q, k, v)), density, as_blocks=as_blocks)
         step.done(f"{len(cases)} masks of density {density:g}, one for all heads")
     with steps.step("Check and time them", len(cases)) as step:
-        figures, dense = measure(cases, "random", step.advance)
+        figures, dense = measure(cases, "random", step.advance, cold=cold)
         with_ratios(figures, dense, RATIO_TO)
         step.done(
             f"blocks of {' and '.join(map(str, BLOCKS))}, groups of {', '.join(map(str, GATHER))}"
         )
-    return {**sizes, "density": density, "cases": figures, "dense": dense}
+    return {**sizes, "density": density, "dense": dense}, figures
 
 
-def _from_clip(sizes: dict[str, int], clip: str, steps: Steps) -> dict[str, Any]:
+def _from_clip(
+    sizes: dict[str, int], clip: str, steps: Steps, *, cold: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with steps.step(f"Masks of {clip}.mp4", 2 * len(CHOOSERS)) as step:
         given = Input(clip, GRID, sizes["heads"], sizes["head_dim"])
         mass, cases = equal_mass_cases(Given(given.arrays, given.host), GRID, step.advance)
         step.done(f"{len(cases)} masks that keep {mass:.3f} of the attention")
     with steps.step("Check and time them", len(cases)) as step:
-        figures, dense = measure(cases, clip, step.advance)
+        figures, dense = measure(cases, clip, step.advance, cold=cold)
         with_time_ratios(figures)
         step.done("slices and blocks, in raster order and in tiles")
-    return {
-        **sizes,
-        "name": clip,
-        "grid": str(GRID),
-        "mass": mass,
-        "cases": figures,
-        "dense": dense,
-    }
+    facts = {"name": clip, "grid": str(GRID), "mass": mass, "dense": dense}
+    return sizes | facts, figures

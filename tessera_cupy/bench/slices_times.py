@@ -10,6 +10,7 @@ from tessera_cupy import interop
 from tessera_cupy.attention import make_plan
 from tessera_cupy.bench import gpu
 from tessera_cupy.bench.check import expect
+from tessera_cupy.bench.gpu import Timing
 from tessera_cupy.bench.slices_cases import Case
 from tessera_cupy.bench.slices_mass import kept_of
 from tessera_cupy.errors import PlanNotEligibleError
@@ -24,14 +25,15 @@ _BFLOAT16_NAN = 0x7FC0
 
 
 def measure(
-    cases: Sequence[Case], clip: str, on_case: Callable[[], None]
-) -> tuple[list[dict[str, Any]], dict[str, float] | None]:
+    cases: Sequence[Case], clip: str, on_case: Callable[[], None], *, cold: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Check each case's output, then time all of them in turns, and dense attention.
 
     Args:
         cases: masks over q, k and v of one size.
         clip: where q, k and v are from, for the report.
-        on_case: called after each check, and after each run of a contestant.
+        on_case: called after each check.
+        cold: as of :func:`tessera_cupy.bench.gpu.timings`.
 
     Returns:
         JSON-able: for each case its mask's figures, the plan, milliseconds and TFLOP/s of active
@@ -47,19 +49,20 @@ def measure(
         on_case()
     if gpu.has_torch():
         calls[DENSE] = gpu.dense_call(*cases[0].given.arrays, "CUDNN_ATTENTION")
-    ms = gpu.medians_ms(calls, lambda: None, warm_up=_WARM_UP, runs=_RUNS)
+    times = gpu.timings(calls, lambda: None, warm_up=_WARM_UP, runs=_RUNS, cold=cold)
 
     heads, tokens, head_dim = cases[0].given.host[0].shape[1:]
     for case, figure in zip(cases, figures, strict=True):
-        if case.name in ms:
+        if case.name in times:
             pairs = case.mask.active_pairs() * (heads if case.mask.heads == 1 else 1)
-            figure |= _rate(ms[case.name], pairs, head_dim)
-    dense = _rate(ms[DENSE], heads * tokens**2, head_dim) if DENSE in ms else None
+            figure |= _rate(times[case.name], pairs, head_dim)
+    dense = _rate(times[DENSE], heads * tokens**2, head_dim) if DENSE in times else None
     return figures, dense
 
 
-def _rate(ms: float, pairs: int, head_dim: int) -> dict[str, float]:
-    return {"ms": ms, "tflops": 4 * head_dim * pairs / ms / 1e9}
+def _rate(time: Timing, pairs: int, head_dim: int) -> dict[str, Any]:
+    tflops = 4 * head_dim * pairs / time.median / 1e9
+    return {"ms": time.median, "spread_ms": time.spread, "tflops": tflops}
 
 
 def _checked(case: Case) -> tuple[dict[str, Any], Callable[[], Any] | None]:
@@ -98,7 +101,7 @@ def _shape_of(case: Case) -> dict[str, Any]:
 
 
 def with_ratios(
-    figures: Sequence[dict[str, Any]], dense: Mapping[str, float] | None, ratio_to: str
+    figures: Sequence[dict[str, Any]], dense: Mapping[str, Any] | None, ratio_to: str
 ) -> None:
     """Add to each case its rate by that of the case ``ratio_to``, and by dense attention's.
 

@@ -1,35 +1,31 @@
-"""``tessera-cupy bench``: measurements on the GPU here."""
+"""``tessera-cupy bench``: measurements on the GPU here, and tables of their reports."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
-from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
 from rich.progress import Progress
-from rich.table import Table
 
 from tessera_cupy.bench.clips import CLIPS
 from tessera_cupy.bench.families import FAMILIES, MASKS
-from tessera_cupy.bench.peers import PEERS
+from tessera_cupy.bench.peers import PEERS, SPARSE
 from tessera_cupy.bench.rules import RULES
+from tessera_cupy.cli.measured import add_measurement, add_places, show
 from tessera_cupy.cli.output import Commands, Output, add_json
 
 
 def add_to(commands: Commands) -> None:
     """Declare the command."""
-    parser = commands.add_parser("bench", help="measure on the GPU here")
+    parser = commands.add_parser("bench", help="measure on the GPU here, and write tables of it")
     kinds = parser.add_subparsers(title="measurements", required=True, metavar="WHAT")
     _add_attention(kinds)
     _add_families(kinds)
     _add_request(kinds)
     _add_rules(kinds)
     _add_slices(kinds)
+    _add_report(kinds)
 
 
 def _add_attention(kinds: Commands) -> None:
@@ -45,14 +41,13 @@ def _add_attention(kinds: Commands) -> None:
     attention.add_argument(
         "--kernel", help="measure this kernel, such as attend_mma, rather than the table's choice"
     )
-    add_json(attention)
-    attention.set_defaults(run=_attention)
+    add_measurement(attention, "attention", _attention)
 
 
 def _add_families(kinds: Commands) -> None:
     families = kinds.add_parser(
         "families",
-        help="the block families on masks from real video frames, beside torch's attention",
+        help="the block families on masks from real video frames, beside other attention",
         description="Masks regenerated from video frames by SPADE's rule, bfloat16. Each output "
         "is checked against float64 on sampled rows; a wrong one ends the command with status "
         "1. Rates count active pairs only; cuDNN's dense attention is timed in turns with each "
@@ -63,8 +58,13 @@ def _add_families(kinds: Commands) -> None:
         "--peers",
         nargs="*",
         choices=[peer.name for peer in PEERS],
-        help="dense cuDNN, dense FlashAttention-2, FlexAttention; with no name, none (default: "
-        "all, where torch is installed)",
+        help="dense cuDNN, FlashAttention-2 and -4; FlexAttention, FA4, FlashInfer and VSA on the "
+        "mask; with no name, none (default: all that are installed)",
+    )
+    families.add_argument(
+        "--beside",
+        metavar="PLAN",
+        help="measure this plan too, in turns with the others, where it can serve the blocks",
     )
     families.add_argument(
         "--regime",
@@ -72,8 +72,7 @@ def _add_families(kinds: Commands) -> None:
         metavar="PLAN",
         help="measure this plan where it can serve the blocks (default: the table's choice)",
     )
-    add_json(families)
-    families.set_defaults(run=_families)
+    add_measurement(families, "families", _families)
 
 
 def _add_masks(parser: argparse.ArgumentParser) -> None:
@@ -119,13 +118,17 @@ def _add_request(kinds: Commands) -> None:
         "request",
         help="whole requests, from a mask in GPU memory to the output, on the same families",
         description="A request takes a new mask of bools in GPU memory; what it takes beyond its "
-        "attention alone is its preparation. FlexAttention's request makes its lists of the same "
-        "mask. Each output is checked against float64 on sampled rows; a wrong one ends the "
+        "attention alone is its preparation. A peer's request makes its lists or its plan of the "
+        "same mask. Each output is checked against float64 on sampled rows; a wrong one ends the "
         "command with status 1.",
     )
     _add_masks(request)
     request.add_argument(
-        "--no-flex", action="store_true", help="leave FlexAttention out (default: where torch is)"
+        "--peers",
+        nargs="*",
+        choices=[peer.name for peer in SPARSE],
+        help="FlexAttention, FA4, FlashInfer, VSA; with no name, none (default: all that are "
+        "installed)",
     )
     request.add_argument(
         "--regime",
@@ -133,8 +136,7 @@ def _add_request(kinds: Commands) -> None:
         metavar="PLAN",
         help="name this plan where it can serve the blocks (default: the table's choice)",
     )
-    add_json(request)
-    request.set_defaults(run=_request)
+    add_measurement(request, "request", _request)
 
 
 def _add_rules(kinds: Commands) -> None:
@@ -154,8 +156,7 @@ def _add_rules(kinds: Commands) -> None:
     )
     rules.add_argument("--heads", type=int, default=8)
     rules.add_argument("--clip", choices=CLIPS, default=CLIPS[0], help=f"default: {CLIPS[0]}")
-    add_json(rules)
-    rules.set_defaults(run=_rules)
+    add_measurement(rules, "rules", _rules)
 
 
 def _add_slices(kinds: Commands) -> None:
@@ -180,95 +181,85 @@ def _add_slices(kinds: Commands) -> None:
         help="also the random slices as blocks of 16 keys with token bits, which the host plans "
         "for half a minute more, in 5 GB",
     )
-    add_json(slices)
-    slices.set_defaults(run=_slices)
+    add_measurement(slices, "slices", _slices)
 
 
-def _attention(args: argparse.Namespace, output: Output) -> int:
+def _add_report(kinds: Commands) -> None:
+    report = kinds.add_parser(
+        "report",
+        help="the tables of a report that was measured before, or elsewhere; needs no GPU",
+        description="Print the tables of what another bench command printed with --json, and "
+        "with --into write them into a Markdown file.",
+    )
+    report.add_argument("file", type=Path, metavar="FILE.json")
+    add_places(report)
+    add_json(report)
+    report.set_defaults(run=_report)
+
+
+def _attention(args: argparse.Namespace, output: Output) -> dict[str, Any]:
     from tessera_cupy.bench.attention import BACKENDS, CASES, run
 
     with Progress(console=output.console, transient=True) as progress:
         bar = progress.add_task("measuring", total=len(CASES) + len(BACKENDS))
-        report = run(
+        return run(
             args.tokens,
             args.heads,
             args.head_dim,
             CASES,
             lambda: progress.advance(bar),
             args.kernel,
+            cold=args.cold,
         )
-    report["date"] = _today()
-    output.show(report, _table(report))
-    return 0
 
 
-def _today() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
-
-
-def _table(report: dict[str, Any]) -> Table:
-    dense = ", ".join(f"{name} {rate:.0f}" for name, rate in report["dense_tflops"].items())
-    title = (
-        f"{report['gpu']}, {report['date']}: {report['tokens']:,} tokens, {report['heads']} heads, "
-        f"head dim {report['head_dim']}, {report['dtype']}. Dense TFLOP/s: {dense or 'no torch'}"
-    )
-    table = Table(title=title)
-    for name in ("blocks", "density", "plan", "ms", "TFLOP/s", *report["dense_tflops"]):
-        table.add_column(name, justify="left" if name in ("blocks", "plan") else "right")
-    for case in report["cases"]:
-        table.add_row(
-            f"{case['block']}x{case['block']}",
-            f"{case['density']:.2f}",
-            case["plan"],
-            f"{case['ms']:.3f}",
-            f"{case['tflops']:.0f}",
-            *[f"{ratio:.2f}x" for ratio in case["ratios"].values()],
-        )
-    return table
-
-
-def _families(args: argparse.Namespace, output: Output) -> int:
+def _families(args: argparse.Namespace, output: Output) -> dict[str, Any]:
     from tessera_cupy.bench.families_run import run_families
-    from tessera_cupy.bench.families_table import families_table
 
-    report = run_families(peers=args.peers, **_corpus(args), console=output.console)
-    return _show(report, families_table, output)
+    return run_families(**_corpus(args), beside=args.beside, console=output.console)
 
 
-def _request(args: argparse.Namespace, output: Output) -> int:
+def _request(args: argparse.Namespace, output: Output) -> dict[str, Any]:
     from tessera_cupy.bench.request_run import run_request
-    from tessera_cupy.bench.request_table import request_table
 
-    report = run_request(flex=not args.no_flex, **_corpus(args), console=output.console)
-    return _show(report, request_table, output)
+    return run_request(**_corpus(args), console=output.console)
 
 
-def _rules(args: argparse.Namespace, output: Output) -> int:
+def _rules(args: argparse.Namespace, output: Output) -> dict[str, Any]:
     from tessera_cupy.bench.rules_run import run_rules
-    from tessera_cupy.bench.rules_table import rules_table
 
-    report = run_rules(rules=args.rule, heads=args.heads, clip=args.clip, console=output.console)
-    return _show(report, rules_table, output)
+    return run_rules(
+        rules=args.rule,
+        heads=args.heads,
+        clip=args.clip,
+        cold=args.cold,
+        console=output.console,
+    )
 
 
-def _slices(args: argparse.Namespace, output: Output) -> int:
+def _slices(args: argparse.Namespace, output: Output) -> dict[str, Any]:
     from tessera_cupy.bench.slices_run import run_slices
-    from tessera_cupy.bench.slices_table import slices_table
 
-    report = run_slices(
+    return run_slices(
         tokens=args.tokens,
         heads=args.heads,
         head_dim=args.head_dim,
         density=args.density,
         clip=args.clip,
         as_blocks=args.as_blocks,
+        cold=args.cold,
         console=output.console,
     )
-    return _show(report, slices_table, output)
+
+
+def _report(args: argparse.Namespace, output: Output) -> int:
+    from tessera_cupy.bench.report import read
+
+    return show(read(args.file), args, output)
 
 
 def _corpus(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that say which masks are measured, and with which plan."""
+    """The arguments that say which masks are measured, with which plan, and beside whom."""
     return {
         "tokens": args.tokens,
         "grid": tuple(args.grid) if args.grid else None,
@@ -276,28 +267,9 @@ def _corpus(args: argparse.Namespace) -> dict[str, Any]:
         "head_dim": args.head_dim,
         "families": args.family,
         "clips": args.clip,
+        "peers": args.peers,
         "masks": args.masks,
         "mask_cache": args.mask_cache,
         "regime": args.regime,
+        "cold": args.cold,
     }
-
-
-def _show(
-    report: dict[str, Any], table: Callable[[dict[str, Any]], RenderableType], output: Output
-) -> int:
-    """Print a report with its date and command; the exit status."""
-    report["date"] = _today()
-    report["command"] = shlex.join(["tessera-cupy", *sys.argv[1:]])
-    output.show(report, table(report))
-    for case in report["cases"]:
-        name = f"{case.get('family') or case['rule']} {case['clip']}"
-        if "reason" in case:
-            output.warn(f"{name} was not measured: {case['reason']}")
-            continue
-        check = case["check"]
-        if not check["passed"]:
-            output.warn(
-                f"wrong output on {name}: error {check['error']:.1e}, "
-                f"{check['allowed']:.1e} allowed"
-            )
-    return 0 if report["passed"] else 1

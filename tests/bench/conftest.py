@@ -49,11 +49,19 @@ class Queue:
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     """The simulated queue behind a stand-in for CuPy, which all of the package gets."""
     simulated = Queue()
-    properties = {"name": b"Simulated GPU"}
+    properties = {"name": b"Simulated GPU", "l2CacheSize": 1 << 20}
+
+    def empty(size: int, dtype: Any) -> Any:
+        def fill(value: int) -> None:
+            simulated.launch(f"fill {size}", host=0.001, work=0.7)
+
+        return SimpleNamespace(fill=fill)
+
     cupy = SimpleNamespace(
         __version__="0",
         asarray=np.asarray,
         asnumpy=np.asarray,
+        empty=empty,
         empty_like=np.empty_like,
         uint16=np.uint16,
         cuda=SimpleNamespace(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tessera_cupy.bench import attention, gpu
+from tessera_cupy.bench import attention, gpu, machine
 from tessera_cupy.bench.attention import Case
 from tessera_cupy.plan import Plan
 
@@ -19,6 +19,7 @@ def simulated(queue: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(Plan, "run", run)
     monkeypatch.setattr(gpu, "has_torch", lambda: True)
+    monkeypatch.setattr(machine, "versions", dict)
     monkeypatch.setattr(
         gpu, "dense_call", lambda *_: lambda: queue.launch("dense", host=0.01, work=8.0)
     )
@@ -31,18 +32,21 @@ def test_rates_and_ratios(simulated: Any) -> None:
     report = attention.run(256, 2, 16, cases, lambda: seen.append(1))
     assert len(seen) == len(cases) + len(attention.BACKENDS)
     dense = 4 * 16 * 256**2 * 2 / 8.0 / 1e9
-    assert report["dense_tflops"] == pytest.approx({"FA2": dense, "cuDNN": dense})
-    full, sparse = report["cases"]
+    for title in ("FA2", "cuDNN"):
+        assert report["dense"][title]["spread_ms"] == pytest.approx([8.0, 8.0])
+        assert report["dense"][title]["tflops"] == pytest.approx(dense)
+    full, sparse = report["rows"]
     assert (full["density"], sparse["density"]) == (1.0, 0.25)
     assert full["ratios"]["cuDNN"] == pytest.approx(4.0)
     assert sparse["ratios"]["FA2"] == pytest.approx(1.0)
     assert sparse["ms"] == pytest.approx(2.0)
+    assert sparse["spread_ms"] == pytest.approx([2.0, 2.0])
     assert json.loads(json.dumps(report)) == report
 
 
 def test_without_torch_there_are_no_ratios(simulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "has_torch", lambda: False)
     report = attention.run(128, 1, 16, (Case(64, 1.0),), lambda: None)
-    assert report["dense_tflops"] == {}
-    assert report["cases"][0]["ratios"] == {}
-    assert report["cases"][0]["tflops"] > 0
+    assert report["dense"] == {}
+    assert report["rows"][0]["ratios"] == {}
+    assert report["rows"][0]["tflops"] > 0

@@ -10,13 +10,14 @@ import pytest
 from tessera_cupy import reference
 from tessera_cupy.bench import contest, gpu
 from tessera_cupy.bench.check import Expected, expect_rows
-from tessera_cupy.bench.peers import PEERS
+from tessera_cupy.bench.peers import PACKAGES, PEERS, UnsupportedError
 from tessera_cupy.masks import BlockMask
 
 RNG = np.random.default_rng(0)
 MASK = BlockMask.from_dense(RNG.random((1, 2, 4, 4)) < 0.7, (16, 16))
 Q, K, V = RNG.standard_normal((3, 1, 2, 64, 16)).astype(np.float32)
-CUDNN, FA2, FLEX = PEERS
+BY_NAME = {peer.name: peer for peer in PEERS}
+CUDNN, FA2, FLEX = (BY_NAME[name] for name in ("cudnn", "fa2", "flex"))
 
 
 @pytest.fixture
@@ -42,29 +43,100 @@ def contest_of(monkeypatch: pytest.MonkeyPatch, outputs: dict[str, Any]) -> cont
     return contest.Contest(peers, (Q, K, V))
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Modules that are there, of those of peers."""
+    there = {"torch", "flashinfer"}
+    monkeypatch.setattr(gpu, "has_torch", lambda: "torch" in there)
+    monkeypatch.setattr(contest, "find_spec", lambda name: object() if name in there else None)
+    return there
+
+
+def test_all_that_are_installed_take_part_and_the_others_have_a_reason(installed: Any) -> None:
+    peers, left_out = contest.choose(None)
+    assert [peer.name for peer in peers] == [
+        *("cudnn", "fa2", "flex", "flashinfer", "flashinfer-cake"),
+    ]
+    assert left_out == {
+        "fa4": "needs flash-attn-4, which is not installed",
+        "fa4-sparse": "needs flash-attn-4, which is not installed",
+        "vsa": "needs fastvideo-kernel or vsa, which is not installed",
+    }
+    installed.add("vsa")
+    assert "vsa" in [peer.name for peer in contest.choose(None)[0]]
+
+
+def test_peers_that_are_named_come_in_the_order_of_the_table(installed: Any) -> None:
+    assert contest.choose(["flex", "cudnn"]) == ((CUDNN, FLEX), {})
+    assert contest.choose([]) == ((), {})
+    assert contest.choose(None, [FLEX]) == ((FLEX,), {})
+
+
+def test_without_torch_nobody_takes_part(installed: Any) -> None:
+    installed.remove("torch")
+    peers, left_out = contest.choose(None)
+    assert peers == ()
+    assert left_out == {peer.name: "needs torch with a GPU" for peer in PEERS}
+    assert contest.choose([]) == ((), {})
+
+
 @pytest.mark.parametrize(
-    ("there", "names", "chosen"),
+    ("lacking", "name", "message"),
     [
-        (True, None, PEERS),
-        (False, None, ()),
-        (True, ["flex", "cudnn"], (CUDNN, FLEX)),
-        (True, [], ()),
-        (False, [], ()),
+        ("torch", "fa2", "got fa2, which needs torch with a GPU"),
+        ("flashinfer", "flashinfer", "flashinfer, which needs flashinfer-python, which is not"),
     ],
 )
-def test_who_takes_part(
-    there: bool, names: Any, chosen: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "has_torch", lambda: there)
-    assert contest.choose(names) == chosen
-
-
 def test_a_peer_that_is_asked_for_and_is_not_there_is_an_error(
+    lacking: str, name: str, message: str, installed: Any
+) -> None:
+    installed.remove(lacking)
+    with pytest.raises(ValueError, match=f"`peers`: expected peers that can run here, .*{message}"):
+        contest.choose([name])
+
+
+def test_a_package_whose_parent_does_not_load_is_left_out_with_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu, "has_torch", lambda: False)
-    with pytest.raises(ValueError, match=r"`peers`: .*got fa2 without torch on a GPU"):
-        contest.choose(["fa2"])
+    def find(name: str) -> Any:
+        if name == "flash_attn.cute":
+            raise ImportError("undefined symbol: _ZN3c10\nmore")
+        return object()
+
+    monkeypatch.setattr(gpu, "has_torch", lambda: True)
+    monkeypatch.setattr(contest, "find_spec", find)
+    reason = "does not load: ImportError: undefined symbol: _ZN3c10"
+    assert contest.choose(None)[1] == {"fa4": reason, "fa4-sparse": reason}
+
+
+def test_a_peer_that_fails_at_import_is_told_for_every_mask(
+    monkeypatch: pytest.MonkeyPatch, expected: Expected
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setitem(contest._RIVALS, "vsa", fails)
+    reason = "OSError: libcudart.so.13: cannot open shared object file"
+    entrants = contest.Contest([BY_NAME["vsa"]], (Q, K, V))
+    for _ in range(2):
+        assert entrants.calls(MASK, expected) == ({}, {"vsa": reason})
+    assert contest.rivals([BY_NAME["vsa"]], (Q, K, V)) == ({}, {"vsa": reason})
+
+
+def test_a_refusal_is_told_in_its_own_words(
+    monkeypatch: pytest.MonkeyPatch, expected: Expected
+) -> None:
+    outputs = {"vsa": UnsupportedError("VSA takes blocks of 64 x 64 only")}
+    assert contest_of(monkeypatch, outputs).calls(MASK, expected) == (
+        {},
+        {"vsa": "VSA takes blocks of 64 x 64 only"},
+    )
+
+
+def test_every_peer_has_a_way_to_run_and_a_package() -> None:
+    for peer in PEERS:
+        assert (peer.name in contest._RIVALS) is not peer.dense
+        assert all(module in PACKAGES for module in peer.modules)
 
 
 def test_right_peers_get_a_call(monkeypatch: pytest.MonkeyPatch, expected: Expected) -> None:

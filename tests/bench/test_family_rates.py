@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tessera_cupy import interop, reference
-from tessera_cupy.bench import contest, family_rates, gpu
+from tessera_cupy.bench import contest, family_rates, gpu, machine
 from tessera_cupy.bench.families import FAMILIES
 from tessera_cupy.bench.families_run import run_families
 from tessera_cupy.bench.family_rates import OURS, sum_up
@@ -62,7 +62,7 @@ def simulated(queue: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             right = reference.attention(*arrays, mask).astype(arrays[0].dtype)
 
             def call() -> Any:
-                queue.launch(peer.name, host=0.01, work=DENSE_MS if peer.backend else FLEX_MS)
+                queue.launch(peer.name, host=0.01, work=DENSE_MS if peer.dense else FLEX_MS)
                 return right
 
             return call
@@ -72,7 +72,8 @@ def simulated(queue: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Plan, "run", plan_run)
     monkeypatch.setattr(contest, "_calls_of", calls_of)
     monkeypatch.setattr(contest, "_host", lambda tensor: tensor)
-    monkeypatch.setattr(family_rates, "versions", lambda: {"torch": "2.11.0", "cudnn": "91900"})
+    monkeypatch.setattr(machine, "versions", lambda: {"torch": "2.11.0", "cudnn": "91900"})
+    monkeypatch.setattr(contest, "find_spec", lambda name: name == "torch" or None)
     return queue
 
 
@@ -87,6 +88,8 @@ def test_figures_of_a_case(simulated: Any) -> None:
     assert case["tflops"] == pytest.approx(every * case["density"] / OUR_MS / 1e9)
     dense, flex = case["peers"]["cudnn"], case["peers"]["flex"]
     assert dense["ms"] == pytest.approx(DENSE_MS)
+    assert case["spread_ms"] == pytest.approx([OUR_MS] * 2)
+    assert dense["spread_ms"] == pytest.approx([DENSE_MS] * 2)
     assert dense["tflops"] == pytest.approx(every / DENSE_MS / 1e9)
     assert flex["tflops"] == pytest.approx(every * case["density"] / FLEX_MS / 1e9)
     assert flex["options"] == {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
@@ -121,6 +124,8 @@ def test_a_run_on_masks_from_video(simulated: Any, tmp_path: Path) -> None:
     assert report["masks"] == "SPADE's rule, regenerated from bikes and carphone_pristine"
     assert report["peers"] == ["cudnn", "fa2", "flex"]
     assert report["gpu"] == "Simulated GPU"
+    assert report["driver"]["cuda"] == "12.9"
+    assert report["left_out"]["flashinfer"].startswith("needs flashinfer-python")
     assert [(case["family"], case["clip"]) for case in report["cases"]] == [
         (family, clip)
         for family in ("dense", "Q64K64", "Q16K16")
@@ -167,6 +172,71 @@ def test_a_peer_that_cannot_run_has_a_reason_in_its_row(
     assert report["passed"]
 
 
+SECOND = "attend_mma/q64k64/split-pack/longest"
+
+
+def test_a_plan_beside_is_checked_and_timed_in_turns(
+    simulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = Plan.run
+
+    def plan_run(plan: Plan, q: Any, k: Any, v: Any, *, out: Any) -> Any:
+        attend(plan, q, k, v, out=out)
+        if plan.spec.name == SECOND:
+            simulated.log[-1] = "beside"
+            simulated.free += 1.0  # a millisecond more
+        return out
+
+    monkeypatch.setattr(Plan, "run", plan_run)
+    report, _ = run(families=["dense"], grid=(1, 16, 16), beside=SECOND, peers=["cudnn"])
+    (case,) = report["cases"]
+    assert report["beside"] == case["beside"]["plan"] == SECOND
+    assert case["ms"] == pytest.approx(OUR_MS)
+    assert case["beside"]["ms"] == pytest.approx(OUR_MS + 1)
+    assert case["beside"]["check"]["passed"]
+    (row,) = report["rows"]
+    assert row["beside"]["ratio"] == pytest.approx(DENSE_MS / (OUR_MS + 1))
+    assert row["beside"]["ratio"] < row["ratio"]
+    timed = [name for name in simulated.log if name != "event"]
+    turns = [a for a, b in zip(timed, [*timed[1:], ""], strict=True) if a != b]
+    # Both are checked, then the peer; then turns go there and back.
+    names = [OURS, "beside", "cudnn"]
+    assert turns[:3] == turns[3:6] == names
+    assert turns[6:8] == names[1::-1]
+
+
+def test_a_plan_beside_that_cannot_serve_the_blocks_has_a_reason(simulated: Any) -> None:
+    second = "attend_wgmma/q128k192/split-gather/longest+split"
+    report, _ = run(families=["dense"], grid=(1, 16, 16), beside=second, peers=[])
+    assert "reason" in report["rows"][0]["beside"]
+    assert report["passed"]
+
+
+def test_a_wrong_output_of_the_plan_beside_fails_the_run(
+    simulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = Plan.run
+
+    def plan_run(plan: Plan, q: Any, k: Any, v: Any, *, out: Any) -> Any:
+        attend(plan, q, k, v, out=out)
+        if plan.spec.name == SECOND:
+            out[:] = 0
+        return out
+
+    monkeypatch.setattr(Plan, "run", plan_run)
+    report, _ = run(families=["dense"], grid=(1, 16, 16), beside=SECOND, peers=[])
+    (row,) = report["rows"]
+    assert not report["passed"]
+    assert not row["passed"]
+
+
+def test_cold_calls_begin_with_a_flush(simulated: Any) -> None:
+    report, _ = run(families=["dense"], grid=(1, 16, 16), cold=True)
+    assert report["cases"][0]["ms"] == pytest.approx(OUR_MS)
+    assert report["cases"][0]["peers"]["cudnn"]["ms"] == pytest.approx(DENSE_MS)
+    assert any(name.startswith("fill ") for name in simulated.log)
+
+
 @pytest.mark.parametrize("fault", ["wrong row", "unwritten row"])
 def test_a_wrong_output_fails_the_run(
     fault: str, simulated: Any, monkeypatch: pytest.MonkeyPatch
@@ -196,6 +266,7 @@ def test_a_wrong_output_fails_the_run(
         ({"clips": ["bikes"]}, "`clip`: expected nothing with random masks"),
         ({"mask_cache": Path("x.npz")}, "`mask_cache`: expected nothing with random masks"),
         ({"head_dim": 12}, "head dim that is a multiple of 8"),
+        ({"beside": "share"}, "`beside`: expected kernel/"),
     ],
 )
 def test_arguments_that_cannot_be_served(
@@ -226,7 +297,7 @@ def test_without_a_gpu_it_ends_before_any_work(monkeypatch: pytest.MonkeyPatch) 
 
 def test_versions_are_told(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "has_torch", lambda: False)
-    found = family_rates.versions()
+    found = machine.versions()
     assert found["cupy"] == "0"
     assert found["numpy"] == np.__version__
     assert "torch" not in found
@@ -241,8 +312,16 @@ def case(family: str, clip: str, ms: float, dense_ms: float, **other: Any) -> di
         "run_coverage": 0.8,
         "plan": "attend_wgmma/q128k192/share-pack/longest",
         "ms": ms,
+        "spread_ms": [ms - 0.5, ms + 1],
         "tflops": 100 / ms,
-        "peers": {"cudnn": {"ms": dense_ms, "tflops": 1000 / dense_ms, "options": {}}},
+        "peers": {
+            "cudnn": {
+                "ms": dense_ms,
+                "spread_ms": [dense_ms, dense_ms],
+                "tflops": 1000 / dense_ms,
+                "options": {},
+            }
+        },
         "check": {"rows": 8, "error": 1.0, "allowed": 2.0, "passed": True},
         **other,
     }
@@ -251,6 +330,8 @@ def case(family: str, clip: str, ms: float, dense_ms: float, **other: Any) -> di
 def test_means_over_clips_are_all_operations_by_all_time() -> None:
     (row,) = sum_up([case("Q64K64", "a", 1.0, 20.0), case("Q64K64", "b", 3.0, 20.0, density=0.3)])
     assert row["ms"] == 2
+    assert row["spread_ms"] == [1.5, 3]
+    assert row["peers"]["cudnn"]["spread_ms"] == [20, 20]
     assert row["density"] == pytest.approx(0.2)
     assert row["tflops"] == pytest.approx(200 / 4)
     assert row["peers"]["cudnn"]["tflops"] == pytest.approx(50)
