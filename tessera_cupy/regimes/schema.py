@@ -28,8 +28,8 @@ LAYOUTS = ("BHSD", "BSHD")
 MASKS = ("slices",)
 #: Axes that a key buckets by edges, in the order of regime names.
 AXES = ("heads", "tokens", "density", "run_coverage")
-
-_FRACTIONS = ("density", "run_coverage")
+#: Those of them that run from 0 to 1; the others are whole numbers.
+FRACTIONS = ("density", "run_coverage")
 _MAX_SIZE = 2**31 - 1
 
 
@@ -39,6 +39,9 @@ class Interval:
 
     low: float = -math.inf
     high: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value < self.high
 
 
 ANY: Final = Interval()
@@ -268,7 +271,7 @@ def _edges(entry: Entry) -> tuple[tuple[float, ...], ...]:
     for axis in AXES:
         values: list[float] = []
         for item in fields[axis].items() if axis in fields else ():
-            value = item.number(0, 1) if axis in _FRACTIONS else item.integer(1, _MAX_SIZE)
+            value = item.number(0, 1) if axis in FRACTIONS else item.integer(1, _MAX_SIZE)
             if values and value <= values[-1]:
                 got = f"{value} after {values[-1]}"
                 item.fail("ascending edges, each once", got, "sort the list")
@@ -299,7 +302,7 @@ def _bounds(entry: Entry, axis: str, edges: tuple[float, ...]) -> Interval:
         entry.fail("`from`, `below` or both", "neither", "remove the field to mean any value")
     values: dict[str, float] = {}
     for name, end in ends.items():
-        value = end.number(0, 1) if axis in _FRACTIONS else end.integer(1, _MAX_SIZE)
+        value = end.number(0, 1) if axis in FRACTIONS else end.integer(1, _MAX_SIZE)
         if value not in edges:
             known = ", ".join(str(edge) for edge in edges) or "none"
             end.fail(f"one of the key's {axis} edges ({known})", str(value), "add it to `edges`")

@@ -411,8 +411,9 @@ def test_plans_passed_over_are_kept_with_the_reason() -> None:
     assert "two query blocks" in plan.choice.passed_over[0][1]
     assert "no attend_mma kernel" in plan.choice.passed_over[1][1]
     text = plan.explain()
-    for name, reason in plan.choice.passed_over:
-        assert f"passed over   {name}: {reason}" in text
+    for place, (name, reason) in enumerate(plan.choice.passed_over, 1):
+        assert f" {place}. {name}: passed over, since {reason}" in text
+    assert f" 3. {plan.spec.name}: this plan" in text
 
 
 def test_a_table_without_a_plan_for_the_request_says_why() -> None:
