@@ -86,13 +86,15 @@ def timings(
     warm_up: int,
     runs: int,
     cold: bool = False,
+    run_ms: float | None = None,
 ) -> dict[str, Timing]:
     """Times of each contestant's call on the current CuPy stream, by CUDA events.
 
     Contestants take turns, one run each, so that a clock that drifts and a neighbour on the
     machine meet all of them alike; the order of a turn is reversed each time. A run is as many
     calls back to back as take :data:`RUN_MS`, so that the host's part of a call hides behind
-    the GPU's part of the one before, as it does in a model.
+    the GPU's part of the one before, as it does in a model; or ``run_ms`` where there is
+    less time to spend.
 
     Warm, a run is timed as a whole, and what one call left in the L2 serves the next: a sample is
     the mean of a run's calls. Cold, a buffer of twice the L2 is written before each call, outside
@@ -105,11 +107,13 @@ def timings(
         warm_up: turns that do not count, at least 1; they also find the number of calls.
         runs: turns that count.
         cold: whether each call begins with a cold L2.
+        run_ms: least milliseconds of a run; None means :data:`RUN_MS`.
 
     Returns:
         By name, milliseconds of one call.
     """
     run = partial(_cold_run, _flusher()) if cold else _warm_run
+    least = RUN_MS if run_ms is None else run_ms
     order = list(calls)
     counts = dict.fromkeys(order, 1)
     samples: dict[str, list[float]] = {name: [] for name in order}
@@ -117,11 +121,16 @@ def timings(
         for name in reversed(order) if turn % 2 else order:
             times = run(calls[name], counts[name])
             if turn < warm_up:
-                counts[name] = max(1, math.ceil(RUN_MS / float(np.mean(times))))
+                counts[name] = max(1, math.ceil(least / float(np.mean(times))))
             else:
                 samples[name] += times
             on_run()
     return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def once_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of one call after another one, to tell what is worth timing."""
+    return _warm_run(call, 1)[0]
 
 
 def _warm_run(call: Callable[[], object], count: int) -> list[float]:

@@ -20,6 +20,7 @@ from tessera_cupy.attention import make_plan
 from tessera_cupy.bench import gpu
 from tessera_cupy.bench.check import expect
 from tessera_cupy.bench.slices_mass import kept_of
+from tessera_cupy.cost import predict, typical_gpu
 from tessera_cupy.errors import PlanNotEligibleError, TesseraError
 from tessera_cupy.gpus import arch_of
 from tessera_cupy.kernels.arch import Arch, get_arch
@@ -128,7 +129,7 @@ class GpuClock:
             if not ready:
                 first[:] = out
             call = partial(plan.run, q, k, v, out=out)
-            ready.append(_Ready(spec, plan, gpu.run_ms(call, 1)))
+            ready.append(_Ready(spec, plan, gpu.once_ms(call)))
         return (*found, *self._timed(ready, q, k, v, out))
 
     def _timed(self, ready: Sequence[_Ready], q: Any, k: Any, v: Any, out: Any) -> list[PlanTime]:
@@ -187,10 +188,8 @@ class ModelClock:
     """
 
     def __init__(self, arch: str) -> None:
-        from tessera_cupy.regimes import devices
-
         self.arch = get_arch(arch)
-        self.gpu = devices.typical(self.arch.name)
+        self.gpu = typical_gpu(self.arch)
         self.device = self.gpu.name
         self.to_device = np.asarray
 
@@ -198,8 +197,6 @@ class ModelClock:
         self, mask: BlockMask | KeySlices, heads: int, head_dim: int, plans: Sequence[PlanSpec]
     ) -> tuple[PlanTime, ...]:
         """Plan each on the host, and predict its time."""
-        from tessera_cupy.regimes.cost_model import predict
-
         spec = ArraySpec((1, heads, mask.shape[0], head_dim), _DTYPE)
         found = []
         for one in plans:

@@ -33,6 +33,7 @@ from tessera_cupy.bench.regret import geometric_mean, report
 from tessera_cupy.bench.steps import Steps
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.kernels import catalog
+from tessera_cupy.plan import Plan
 from tessera_cupy.regimes import PlanSpec, Table, load_for, load_table
 from tessera_cupy.regimes.candidates import (
     BASE_ORGANIZATION,
@@ -209,7 +210,7 @@ def _by_search(mask: Any, q: Any, out: Any, plans: Sequence[PlanSpec]) -> tuple[
     stream = cupy.cuda.get_current_stream()
     stream.synchronize()
     begin = time.perf_counter()
-    tried = []
+    tried: list[tuple[float, int, Plan]] = []
     for spec in plans:
         try:
             plan = make_plan(mask, q, regime=spec)
