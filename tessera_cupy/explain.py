@@ -14,7 +14,6 @@ from tessera_cupy.ranking import ranking_lines, ranking_summary, table_line
 from tessera_cupy.regimes.naming import bucketed_axes
 
 if TYPE_CHECKING:
-    from tessera_cupy.kernels.catalog import KernelConfig
     from tessera_cupy.plan import Plan
 
 _FRAGMENT_BYTES = 8  # as kernels.launch packs one
@@ -49,7 +48,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     in GPU memory. Times are not predicted.
     """
     request, tiles, tasks = plan.request, plan.tiles(), plan.tasks()
-    part = _rows_together(plan.config)
+    part = plan.config.rows_together
     per_mask_head = request.batch * request.q_heads / max(1, plan.mask.batch * plan.mask.heads)
     itemsize = 4 if request.dtype == "float32" else 2
     row_bytes = request.head_dim * itemsize
@@ -111,11 +110,6 @@ def summary(plan: Plan) -> dict[str, Any]:
             "workspace": 4 * tasks.slots * plan.config.tile_q * (plan.config.head_dim + 2),
         },
     }
-
-
-def _rows_together(config: KernelConfig) -> int:
-    """Rows of a tile that the kernel multiplies together: a warpgroup's or a warp's."""
-    return 64 if config.kernel == "attend_wgmma" else config.tile_q // config.warps
 
 
 def _plan_bytes(plan: Plan) -> int:

@@ -40,6 +40,11 @@ def model_of(config: KernelConfig, arch: Arch, device: int | None) -> DeviceMode
     if device is not None:
         properties = interop.import_cupy().cuda.runtime.getDeviceProperties(device)
         sms, l2_bytes = properties["multiProcessorCount"], properties["l2CacheSize"]
+    return model_for(config, arch, sms, l2_bytes)
+
+
+def model_for(config: KernelConfig, arch: Arch, sms: int, l2_bytes: int) -> DeviceModel:
+    """What organization needs to know of a GPU with so many multiprocessors and bytes of L2."""
     return DeviceModel(
         sms=sms, ctas_per_sm=config.ctas_per_sm(arch), l2_bytes=int(_L2_SHARE * l2_bytes)
     )

@@ -110,6 +110,15 @@ class KernelConfig:
         return "twins" in self.features
 
     @property
+    def rows_together(self) -> int:
+        """Rows of a tile that are multiplied together: a warpgroup's or a warp's.
+
+        >>> find("sm_80", "attend_mma", "bfloat16", 128, 128, 64, bits=False).rows_together
+        32
+        """
+        return 64 if self.kernel == "attend_wgmma" else self.tile_q // self.warps
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one CTA, bytes."""
         if self.kernel in _TILE_SMEM:
