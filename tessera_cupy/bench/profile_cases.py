@@ -57,6 +57,8 @@ _MOST_OPERATIONS = 1.2e13
 _DENSITY_FACTORS = (0.25, 0.5, 1.0, 1.0, 2.0, 4.0, 7.0)
 _MOST_KEPT = 0.9
 _RANDOM_SHARE = 1 / 3
+# What rules keep whose parameters say something else than how much.
+_RULE_KEEPS = {"sta": 0.16, "svg2": 0.17}
 # The most entries of a mask, over all heads: bytes where it is made.
 _MOST_ENTRIES = 4e8
 
@@ -103,6 +105,7 @@ def recipes(
     *,
     seed: int = 0,
     most_tokens: int | None = None,
+    most_active: float = 3e6,
 ) -> Iterator[Recipe]:
     """Recipes without end, dealt out kind by kind; the same arguments give the same ones.
 
@@ -112,6 +115,8 @@ def recipes(
         kinds: of :data:`KINDS`.
         seed: of the sizes and densities.
         most_tokens: of a grid; None means all grids.
+        most_active: entries that a mask may keep over all heads, about: what plans that the host
+            makes of it cost grows with these. Slices may keep ten times as many.
 
     Raises:
         ValueError: an unknown clip or kind, or no grid with so few tokens.
@@ -129,11 +134,16 @@ def recipes(
     if not grids:
         least = min(grid.tokens for grid in _GRIDS)
         raise ValueError(wrong("most_tokens", f"at least {least}", most_tokens, "allow more"))
-    return _recipes(clip, list(layers), list(kinds), seed, grids)
+    return _recipes(clip, list(layers), list(kinds), seed, grids, most_active)
 
 
 def _recipes(
-    clip: str, layers: list[int], kinds: list[str], seed: int, grids: list[VideoGrid]
+    clip: str,
+    layers: list[int],
+    kinds: list[str],
+    seed: int,
+    grids: list[VideoGrid],
+    most_active: float,
 ) -> Iterator[Recipe]:
     rng = np.random.default_rng([seed, *clip.encode(), *layers])
     dims = [dim for dim, weight in _WEIGHTS.items() for _ in range(weight)]
@@ -141,7 +151,9 @@ def _recipes(
     while True:
         for kind in kinds:
             head_dim = dims[round_ % len(dims)]
-            yield _draw(kind, clip, layers[round_ % len(layers)], head_dim, grids, rng)
+            layer = layers[round_ % len(layers)]
+            most = most_active * (10 if kind.startswith("slices") else 1)
+            yield _draw(kind, clip, layer, head_dim, grids, most, rng)
         round_ += 1
 
 
@@ -151,19 +163,27 @@ def _draw(
     layer: int,
     head_dim: int,
     grids: list[VideoGrid],
+    most_active: float,
     rng: np.random.Generator,
 ) -> Recipe:
-    grid = grids[rng.integers(len(grids))]
     keep = 1.0
     random = False
-    if kind != "dense":
+    if kind in _RULE_KEEPS:
+        keep = _RULE_KEEPS[kind]
+    elif kind != "dense":
         factor = _DENSITY_FACTORS[rng.integers(len(_DENSITY_FACTORS))]
         keep = round(min(_MOST_KEPT, _published(kind) * factor * rng.uniform(0.8, 1.25)), 4)
         random = _family(kind) is not None and bool(rng.random() < _RANDOM_SHARE)
         random |= kind.startswith("slices") and bool(rng.random() < _RANDOM_SHARE)
+    entries = {grid: math.prod(_blocks(grid, _block(kind))) for grid in grids}
+    grids = [grid for grid in grids if keep * entries[grid] <= most_active] or grids[:1]
+    grid = grids[rng.integers(len(grids))]
     operations = 4 * head_dim * keep * float(grid.tokens) ** 2
-    entries = math.prod(_blocks(grid, _block(kind)))
-    most = min(_MOST_OPERATIONS / operations, _MOST_ENTRIES / entries)
+    most = min(
+        _MOST_OPERATIONS / operations,
+        _MOST_ENTRIES / entries[grid],
+        most_active / (keep * entries[grid]),
+    )
     fitting = [heads for heads in _HEADS if heads <= most] or [1]
     heads = fitting[rng.integers(len(fitting))]
     return Recipe(kind, clip, layer, grid, heads, head_dim, keep, random)
@@ -174,7 +194,7 @@ def _published(kind: str) -> float:
     family = _family(kind)
     if family is not None:
         return family.keep
-    return {"vsa": 0.1, "sta": 0.16, "svg2": 0.17}.get(kind, 0.2)
+    return 0.1 if kind == "vsa" else 0.2
 
 
 def _block(kind: str) -> tuple[int, int]:

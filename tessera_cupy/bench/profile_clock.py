@@ -55,6 +55,10 @@ class Clock(Protocol):
         """Name of the GPU."""
 
     @property
+    def most_active(self) -> float:
+        """Entries of a mask that it is made for, over all heads."""
+
+    @property
     def to_device(self) -> Any:
         """Takes a NumPy array to where masks shall be."""
 
@@ -78,6 +82,8 @@ class GpuClock:
         NoGpuError: there is none.
         UnsupportedGpuError: there are no kernels for it.
     """
+
+    most_active = 3e6
 
     def __init__(self) -> None:
         cupy = interop.import_cupy()
@@ -186,6 +192,8 @@ class ModelClock:
     Raises:
         ValueError: an unknown architecture.
     """
+
+    most_active = 2e5  # the host makes every plan
 
     def __init__(self, arch: str) -> None:
         self.arch = get_arch(arch)

@@ -73,7 +73,11 @@ def run_profile(
         measured = _begin(out, raw, clock, "model" if model else "measured", fresh)
         before = len(measured.cases)
         drawn = recipes(
-            PROFILE_CLIP, PROFILE_LAYERS, KINDS if kinds is None else kinds, most_tokens=most_tokens
+            PROFILE_CLIP,
+            PROFILE_LAYERS,
+            KINDS if kinds is None else kinds,
+            most_tokens=most_tokens,
+            most_active=clock.most_active,
         )
         with steps.step(f"Measure on {clock.device}") as step:
 

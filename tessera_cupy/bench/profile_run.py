@@ -19,7 +19,7 @@ from tessera_cupy.bench.profile_clock import Clock
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.regimes import Features, PlanSpec, load_for
-from tessera_cupy.regimes.candidates import candidates
+from tessera_cupy.regimes.candidates import candidates, made_on_gpu
 from tessera_cupy.regimes.compiler import kind_of
 from tessera_cupy.regimes.measurements import Case, Measurements, PlanTime
 from tessera_cupy.regimes.regret import online_times
@@ -28,6 +28,8 @@ from tessera_cupy.regimes.regret import online_times
 SEEN_BEFORE_DROPPED = 8
 #: more than so many times as long as the best.
 FAR_BEHIND = 1.5
+#: Plans that only the host makes are not timed on masks with more entries: they take it seconds.
+HOST_MOST = 3e6
 #: Dense attention is timed beside masks that keep at least this much: it can be faster there.
 DENSE_FROM = 0.3
 
@@ -114,12 +116,13 @@ def measure_case(
     mask = make(recipe)
     features = features_of(mask, recipe)
     dropped = field.dropped(features)
+    notes = dict.fromkeys(dropped, "far behind before")
+    if mask.nnz > HOST_MOST:
+        notes |= {plan: "too much for the host" for plan in plans if not made_on_gpu(plan)}
     timed = clock.times(
-        mask, recipe.heads, recipe.head_dim, [plan for plan in plans if plan not in dropped]
+        mask, recipe.heads, recipe.head_dim, [plan for plan in plans if plan not in notes]
     )
-    rest = (
-        PlanTime(plan, "dropped", note="far behind before") for plan in plans if plan in dropped
-    )
+    rest = (PlanTime(plan, "dropped", note=notes[plan]) for plan in plans if plan in notes)
     timings = sorted((*timed, *rest), key=lambda timing: timing.plan.name)
     return Case(recipe.name, recipe.source, features, tuple(timings), dense.ms(features))
 

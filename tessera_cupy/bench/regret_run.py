@@ -105,6 +105,7 @@ def run_regret(
                     KINDS if kinds is None else kinds,
                     seed=1,
                     most_tokens=most_tokens,
+                    most_active=clock.most_active,
                 ),
                 cases,
             )

@@ -129,8 +129,8 @@ def best_depth(
         logs = []
         for train, test in folds:
             # A fold has fewer cases, and so have its leaves.
-            least = math.ceil(MIN_CASES * len(train) / len(groups))
-            for leaf in grow(costs, train, depth, known, least):
+            fewest = math.ceil(MIN_CASES * len(train) / len(groups))
+            for leaf in grow(costs, train, depth, known, fewest):
                 inside = test[_inside(costs.axes[test], leaf.box)]
                 logs.append(np.log(costs.regrets(leaf.ranking, inside)))
         regrets.append(round(float(np.concatenate(logs).mean()), 6))

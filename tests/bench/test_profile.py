@@ -1,9 +1,10 @@
+import math
 from itertools import islice
 
 import numpy as np
 import pytest
 
-from tessera_cupy.bench.profile_cases import KINDS, MaskMaker, recipes
+from tessera_cupy.bench.profile_cases import KINDS, MaskMaker, _block, _blocks, recipes
 from tessera_cupy.bench.profile_run import (
     DENSE_FROM,
     FAR_BEHIND,
@@ -31,6 +32,7 @@ class FakeClock:
 
     arch = get_arch("sm_80")
     device = "A made-up GPU"
+    most_active = 1e6
     to_device = staticmethod(np.asarray)
 
     def __init__(self):
@@ -71,6 +73,14 @@ def test_no_recipe_asks_for_more_than_a_gpu_has_time_for():
     for recipe in islice(recipes(), 500):
         work = 4 * recipe.head_dim * recipe.keep * recipe.heads * float(recipe.grid.tokens) ** 2
         assert work <= 1.2e13 or recipe.heads == 1
+
+
+def test_masks_keep_no_more_entries_than_the_host_can_plan():
+    for recipe in islice(recipes(most_active=1e5), 300):
+        mask_entries = math.prod(_blocks(recipe.grid, _block(recipe.kind)))
+        most = 1e6 if recipe.kind.startswith("slices") else 1e5
+        small = recipe.heads == 1 and recipe.grid.tokens == 4096
+        assert small or recipe.heads * recipe.keep * mask_entries <= most
 
 
 def test_profiles_and_what_judges_them_share_no_source():
