@@ -36,8 +36,9 @@ def cell_means(
     np.cumsum(values * np.diff(edges).astype(np.float32)[:, None], axis=0, out=area[1:])
     at = np.clip(np.searchsorted(edges, cells, side="right") - 1, 0, len(values) - 1)
     until = area[at] + values[at] * (cells - edges[at]).astype(np.float32)[:, None]
-    means: NDArray[np.float32] = np.diff(until, axis=0) / np.diff(cells)[:, None]
-    return np.clip(means, 0, 1, dtype=np.float32)
+    means: NDArray[np.float32] = np.diff(until, axis=0) / np.diff(cells)[:, None].astype(np.float32)
+    np.clip(means, 0, 1, out=means)  # sums of many are rounded
+    return means
 
 
 def mixed(colours: list[str], shares: list[NDArray[np.float32]]) -> NDArray[np.float32]:
@@ -45,7 +46,8 @@ def mixed(colours: list[str], shares: list[NDArray[np.float32]]) -> NDArray[np.f
     from matplotlib.colors import to_rgb
 
     ground, *others = (np.array(to_rgb(colour), np.float32) for colour in colours)
-    image = np.broadcast_to(ground, (*shares[0].shape, 3)).copy()
+    image: NDArray[np.float32] = np.broadcast_to(ground, (*shares[0].shape, 3)).copy()
     for colour, share in zip(others, shares, strict=True):
         image += share[:, :, None] * (colour - ground)
-    return np.clip(image, 0, 1)
+    np.clip(image, 0, 1, out=image)
+    return image

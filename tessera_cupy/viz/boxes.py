@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,10 +36,10 @@ class Boxes:
         """The right edge of all."""
         return max((x1 for _, _, x1, _ in self.corners), default=0)
 
-    def fill(self, ax: Axes) -> None:
-        """Fill each with its step's colour."""
+    def fill(self, ax: Axes, *, edge: float = 0.4) -> None:
+        """Fill each with its step's colour; ``edge`` is the width of its edge in points."""
         colours = np.array(style.STEP_COLOURS)[np.array(self.steps, int) % len(style.STEP_COLOURS)]
-        self._draw(ax, facecolor=colours.tolist(), edgecolor=style.PAPER, linewidth=0.4)
+        self._draw(ax, facecolor=colours.tolist(), edgecolor=style.PAPER, linewidth=edge)
 
     def hatch(self, ax: Axes) -> None:
         """Hatch them as work in vain."""
@@ -48,28 +49,32 @@ class Boxes:
         """Draw their edges."""
         self._draw(ax, facecolor="none", edgecolor=style.INK, linewidth=0.8)
 
-    def number(self, ax: Axes, wide: float, high: float) -> None:
-        """Write each one's step in it, where it is large enough to read it.
+    def number(
+        self, ax: Axes, wide: float, high: float, labels: Sequence[str] | None = None
+    ) -> None:
+        """Write each one's step, or its label, in it where it is large enough to read it.
 
         Args:
             ax: axes that are ``wide`` and ``high`` in the units of the rectangles.
             wide: see there.
             high: see there.
+            labels: a text for each.
         """
         if not self.corners or len(self.corners) > _MOST_LABELS:
             return
         x0, y0, x1, y1 = np.array(self.corners).T
         page, place = ax.figure, ax.get_position()
         points = 72 / page.dpi
-        digits = np.array([len(str(step)) for step in self.steps])
+        texts = [str(step) for step in self.steps] if labels is None else labels
+        digits = np.array([len(text) for text in texts])
         across = (x1 - x0) * points * place.width * page.bbox.width / wide / digits / _DIGIT_WIDE
         down = (y1 - y0) * points * place.height * page.bbox.height / high / _DIGIT_HIGH
         fits = np.minimum(across, down)
         size = min(_LARGEST_LABEL, float(np.median(fits)))
         if size < _SMALLEST_LABEL:
             return
-        for i in np.flatnonzero(fits > 0.9 * size):
-            x, y, text = (x0[i] + x1[i]) / 2, (y0[i] + y1[i]) / 2, str(self.steps[i])
+        for i in np.flatnonzero(fits > 0.9 * size).tolist():
+            x, y, text = (x0[i] + x1[i]) / 2, (y0[i] + y1[i]) / 2, texts[i]
             label = ax.text(x, y, text, ha="center", va="center", fontsize=size, clip_on=True)
             # The layout engine would measure every label, and they are all inside the axes.
             label.set_in_layout(False)
@@ -79,5 +84,5 @@ class Boxes:
 
         if self.corners:
             x0, y0, x1, y1 = np.array(self.corners, float).T
-            verts = np.stack([x0, y0, x1, y0, x1, y1, x0, y1], axis=1).reshape(-1, 4, 2)
+            verts: Any = np.stack([x0, y0, x1, y0, x1, y1, x0, y1], axis=1).reshape(-1, 4, 2)
             ax.add_collection(PolyCollection(verts, **look))

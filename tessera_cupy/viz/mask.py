@@ -63,7 +63,8 @@ def draw_mask(
     nq, nk = mask.num_blocks
     kind = block_kinds(mask, row)
     edges = head_edges(mask.q_starts(), batch, head), head_edges(mask.kv_starts(), batch, head)
-    if max(nq, nk) > _MOST_SHARP:
+    sharp = max(nq, nk) <= _MOST_SHARP
+    if not sharp:
         _draw_image(ax, kind, *edges)
     else:
         _draw_blocks(ax, kind, *edges)
@@ -77,8 +78,9 @@ def draw_mask(
     size = f"{mask.block_size[0]} x {mask.block_size[1]} tokens"
     kinds = f"ragged blocks, nominally {size}" if mask.ragged else f"blocks of {size}"
     ax.set_title(f"mask of {head_name(mask, batch, head)}: {nq:,} x {nk:,} {kinds}", fontsize=10)
+    kept = "kept block" if sharp else "kept block (paler: some of a spot's blocks)"
     handles: list[Any] = [
-        Patch(facecolor=style.KEPT, label="kept block"),
+        Patch(facecolor=style.KEPT, label=kept),
         Patch(facecolor=style.SKIPPED, edgecolor="#BBBBBB", label="skipped block"),
     ]
     if (kind == 2).any():

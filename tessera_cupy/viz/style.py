@@ -46,6 +46,9 @@ KINDS = (
     ("#9DB7DD", "||||"),
 )
 
+# Points from the axes to a legend below: tick labels and the axis label fit between.
+_DROP = 36.0
+
 
 def host(array: Any, name: str) -> NDArray[Any]:
     """An array as NumPy's: CuPy's and others from a GPU are copied.
@@ -58,13 +61,41 @@ def host(array: Any, name: str) -> NDArray[Any]:
     return formats.to_host(array, name)[0]
 
 
-def legend_below(ax: Axes, handles: Sequence[Any], columns: int, drop: float = 36.0) -> None:
-    """A legend under the axes' labels, ``drop`` points below the axes whatever their height."""
+def number_lines(ax: Axes, count: int, most: int = 12) -> None:
+    """Number the lines of axes, each one high from 0 down, in their middles."""
+    step = -(-count // most)
+    nice = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, step) if n >= step)
+    lines = range(0, count, nice)
+    ax.set_yticks([line + 0.5 for line in lines], [str(line) for line in lines])
+
+
+def whole_numbers(axis: Any, most: int = 10) -> None:
+    """Put an axis's ticks at whole numbers only, no more than ``most``."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(most, integer=True))
+
+
+def legend_below(
+    ax: Axes, handles: Sequence[Any], columns: int, *, labels: Sequence[str] | None = None
+) -> None:
+    """A legend under the axes' labels, at one distance from the axes whatever their height.
+
+    Args:
+        ax: axes with tick labels and a label below.
+        handles: what is explained; a tuple is drawn side by side.
+        columns: columns of the legend.
+        labels: texts of the handles, where these have no labels of their own.
+    """
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.transforms import ScaledTranslation
 
-    down = ScaledTranslation(0, -drop / 72, ax.get_figure(root=False).dpi_scale_trans)
+    page: Any = ax.figure
+    down = ScaledTranslation(0, -_DROP / 72, page.dpi_scale_trans)
     ax.legend(
-        handles=handles,
+        handles,
+        labels or [handle.get_label() for handle in handles],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="upper center",
         bbox_to_anchor=(0.5, 0.0),
         bbox_transform=ax.transAxes + down,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -157,7 +157,7 @@ def draw_tile_key(ax: Axes, *, skips: bool = False) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    entries: dict[str, object] = {
+    entries: dict[str, Any] = {
         "active entries; colour and number tell\nwhich step of its tile computes them": tuple(
             Patch(facecolor=colour, edgecolor=style.INK) for colour in style.STEP_COLOURS
         ),
