@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Of a loaded key by which halves of the tile keep it: neither, the first, the second, both.
 _KINDS = ("kept by neither half", "by the first alone", "by the second alone", "by both")
-_COLOURS = ("#D0D0D0", style.PARTIAL, "#009E73", style.KEPT)
+_COLOURS = ("#D9D9D9", style.PARTIAL, "#009E73", "#00456E")
 _LISTED, _AS_BLOCK = "#F0E442", style.INK
 _EMPTY = -1
 

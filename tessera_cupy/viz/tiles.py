@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tessera_cupy.mapping.tiles import Tiles
-from tessera_cupy.viz import style
+from tessera_cupy.viz import overview, style
 from tessera_cupy.viz.boxes import Boxes
 from tessera_cupy.viz.pieces import computing_halves, everything, pieces, runs_of, tiles_in
 from tessera_cupy.viz.window import Window
@@ -29,7 +29,8 @@ def draw_tiles(
     Colour and number give the step of its tile that computes a fragment. Rows and single tokens
     of a fragment that are computed for nothing are hatched. Lines are the edges of the tiles, or
     of each run of neighbouring rows where a tile's rows come from several places.
-    :func:`draw_tile_key` is the legend.
+    :func:`draw_tile_key` is the legend. Without a window a head of more than 10,000 fragments is an
+    image: how much of each spot is active, and how much of it in vain.
 
     Args:
         ax: where to draw.
@@ -50,6 +51,12 @@ def draw_tiles(
     >>> draw_tiles(ax, map_mask(mask, Mapping("retain", "pack"), 64, 128))
     """
     all_of_it = everything(tiles, head)
+    ax.set_xlabel("key (tokens)")
+    ax.set_ylabel("query (tokens)")
+    ax.set_title("each fragment where it lies in the mask", fontsize=10)
+    if window is None and overview.fragment_count(tiles, head) > overview.MOST_FRAGMENTS:
+        overview.draw_all_tiles(ax, tiles, head, all_of_it.q1, all_of_it.kv1, skips)
+        return
     window = window or all_of_it
     work, waste = Boxes(), Boxes()
     edges: set[int] = set()
@@ -69,9 +76,6 @@ def draw_tiles(
         ax.axhline(edge, color=style.INK, linewidth=0.7)
     ax.set_xlim(window.kv0, window.kv1)
     ax.set_ylim(window.q1, window.q0)
-    ax.set_xlabel("key (tokens)")
-    ax.set_ylabel("query (tokens)")
-    ax.set_title("each fragment where it lies in the mask", fontsize=10)
 
 
 def draw_steps(
@@ -86,7 +90,8 @@ def draw_steps(
 
     A box is one step of ``tiles.shape.q`` by ``tiles.shape.kv``. Its coloured part is active
     entries; the hatched rest is work on inactive ones: rows and tokens that do not attend to a
-    fragment, columns and rows that hold nothing.
+    fragment, columns and rows that hold nothing. A large head without a window is an image, as in
+    :func:`draw_tiles`.
 
     Args:
         ax: where to draw.
@@ -106,8 +111,14 @@ def draw_steps(
     >>> draw_steps(ax, map_mask(mask, Mapping("retain", "pack"), 64, 128))
     """
     all_of_it = everything(tiles, head)
-    window = window or all_of_it
     shape = tiles.shape
+    ax.set_xlabel(f"columns of the steps, {shape.kv} each (keys)")
+    ax.set_ylabel(f"tiles, {shape.q} rows each (queries)")
+    ax.set_title(f"tiles of {shape.q} x {shape.kv}, a line each, step after step", fontsize=10)
+    if window is None and overview.fragment_count(tiles, head) > overview.MOST_FRAGMENTS:
+        overview.draw_all_steps(ax, tiles, head, skips)
+        return
+    window = window or all_of_it
     steps, issued, work = Boxes(), Boxes(), Boxes()
     chosen = tiles_in(tiles, head, window)
     for line, tile in enumerate(chosen):
@@ -136,9 +147,6 @@ def draw_steps(
     work.number(ax, wide, high)
     ax.set_xlim(0, wide)
     ax.set_ylim(high, 0)
-    ax.set_xlabel(f"columns of the steps, {shape.kv} each (keys)")
-    ax.set_ylabel(f"tiles, {shape.q} rows each (queries)")
-    ax.set_title(f"tiles of {shape.q} x {shape.kv}, a line each, step after step", fontsize=10)
 
 
 def draw_tile_key(ax: Axes, *, skips: bool = False) -> None:
