@@ -95,8 +95,9 @@ def _fragments(tiles: Tiles, mine: NDArray[np.intp]) -> NDArray[np.intp]:
     """The fragments of tiles, in their order."""
     counts = np.diff(tiles.frag_offsets)[mine]
     ahead = np.cumsum(counts) - counts
-    fragments: NDArray[np.intp] = np.arange(int(counts.sum()), dtype=np.intp)
-    return fragments + np.repeat(tiles.frag_offsets[mine] - ahead, counts)
+    first = np.repeat(tiles.frag_offsets[mine] - ahead, counts)
+    fragments: NDArray[np.intp] = np.arange(int(counts.sum())) + first
+    return fragments
 
 
 def _halves(tiles: Tiles, mine: NDArray[np.intp], skips: bool) -> NDArray[np.bool_]:
