@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 #: Cells of a side; more than a page has dots.
 MOST_CELLS = 1024
+_FEWEST = 512
 
 
 def cell_edges(tokens: int) -> NDArray[np.float64]:
@@ -39,6 +43,19 @@ def cell_means(
     means: NDArray[np.float32] = np.diff(until, axis=0) / np.diff(cells)[:, None].astype(np.float32)
     np.clip(means, 0, 1, out=means)  # sums of many are rounded
     return means
+
+
+def show(
+    ax: Axes, image: NDArray[np.float32], extent: tuple[float, float, float, float], aspect: Any
+) -> None:
+    """Draw an image of cells, which blends them where they are smaller than the page's dots.
+
+    Blending is in both directions at once, so that few large cells would run into each other:
+    they are repeated.
+    """
+    for axis in (0, 1):
+        image = np.repeat(image, -(-_FEWEST // max(1, image.shape[axis])), axis=axis)
+    ax.imshow(image, extent=extent, aspect=aspect)
 
 
 def mixed(colours: list[str], shares: list[NDArray[np.float32]]) -> NDArray[np.float32]:

@@ -168,7 +168,7 @@ def _draw_image(
         tall = area.cell_means(kind == which, edges_q, cells_q)
         shares.append(area.cell_means(tall.T, edges_kv, cells_kv).T)
     image = area.mixed([style.SKIPPED, style.KEPT, style.PARTIAL], shares)
-    ax.imshow(image, extent=(0, edges_kv[-1], edges_q[-1], 0))
+    area.show(ax, image, (0, edges_kv[-1], edges_q[-1], 0), "equal")
 
 
 def _draw_token_bits(

@@ -190,7 +190,7 @@ def _show(ax: Axes, sums: list[NDArray[np.float32]], extent: tuple[int, int]) ->
     from matplotlib.patches import Patch
 
     image = area.mixed([style.PAPER, _ACTIVE, _IN_VAIN], sums)
-    ax.imshow(image, extent=(0, extent[0], extent[1], 0), aspect="auto")
+    area.show(ax, image, (0, extent[0], extent[1], 0), "auto")
     handles = [
         Patch(facecolor=_ACTIVE, label="active entries"),
         Patch(facecolor=_IN_VAIN, label="work on inactive entries"),

@@ -130,7 +130,7 @@ def draw_slices(
     image = area.mixed([style.SKIPPED, style.KEPT], [means])
     extent = (window.kv0, window.kv1, window.q1, window.q0)
     if np.ptp(np.diff(lines)) == 0:
-        ax.imshow(image, extent=extent, aspect="auto")
+        area.show(ax, image, extent, "auto")
     else:
         columns = np.linspace(window.kv0, window.kv1, count + 1)
         ax.pcolormesh(columns, lines, image, rasterized=True)
