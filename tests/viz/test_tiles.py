@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from tessera_cupy import viz
-from tessera_cupy.mapping import Mapping, map_mask
-from tessera_cupy.masks import BlockMask
+from tessera_cupy.mapping import Mapping, issued_pairs, map_mask, useful_fraction
+from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.regimes import PlanSpec
+from tessera_cupy.viz import overview
 
 pytest.importorskip("matplotlib")
 
@@ -199,7 +200,8 @@ def test_a_page_says_where_the_rows_of_regrouped_tiles_begin() -> None:
     assert [text.get_text() for text in in_mask.get_yticklabels()] == ["0", "16"]
     assert [text.get_text() for text in as_steps.get_yticklabels()] == ["0", "32", "16", "48"]
     assert as_steps.get_yticks().tolist() == [8, 24, 40, 56]
-    assert not figure.axes[at - 2].get_yticklabels()
+    # Of tiles of neighbours only the first row of each is named.
+    assert [text.get_text() for text in figure.axes[at - 1].get_yticklabels()] == ["0"]
 
 
 def test_a_window_leaves_out_other_tiles_and_steps(ax: Any) -> None:
@@ -231,33 +233,110 @@ def test_a_short_last_block_is_drawn_short(ax: Any) -> None:
     }
 
 
+def area(found: dict[Box, str]) -> float:
+    return sum((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in found)
+
+
+def diagonal(tokens: int, reach: int) -> BlockMask:
+    """Queries and keys at most ``reach`` apart, so that blocks at the border are partly kept."""
+    at = np.arange(tokens)
+    return BlockMask.from_tokens(np.abs(at[:, None] - at) <= reach, (16, 16))
+
+
+def test_token_bits_are_hatched_where_they_are_off(ax: Any) -> None:
+    # Each query attends to itself and the next key, but the last, which has none.
+    token = np.eye(16, dtype=bool) | np.eye(16, k=1, dtype=bool)
+    mask = BlockMask.from_tokens(token, (16, 16))
+    viz.draw_tiles(ax, map_mask(mask, Mapping("retain", "pack"), 16, 16))
+    filled = set(boxes(ax, hatched=False))
+    assert filled == {(0, 0, 1, 1), *((i, i - 1, i + 1, i + 1) for i in range(1, 16))}
+    assert area(boxes(ax, hatched=True)) == 16 * 16 - 31
+
+
+MASKS = {
+    "full blocks": MASK,
+    "token bits": diagonal(75, 21),
+    "ragged": BlockMask.from_dense(
+        [[1, 0, 1], [1, 1, 0], [0, 1, 1]],
+        (16, 16),
+        q_block_sizes=[10, 16, 14],
+        kv_block_sizes=[7, 24, 12],
+    ),
+    "slices": KeySlices.from_groups(
+        np.random.default_rng(2).random((3, 90)) < 0.4, 64, (150, 90)
+    ).to_block_mask(),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_coloured_and_hatched_areas_are_those_of_the_work(mask: BlockMask) -> None:
+    from matplotlib.figure import Figure
+
+    for way in viz.tile_each_way(mask):
+        in_mask, as_steps = Figure().subplots(2)
+        viz.draw_tiles(in_mask, way.tiles, skips=way.skips)
+        viz.draw_steps(as_steps, way.tiles, skips=way.skips)
+        assert area(boxes(in_mask, hatched=False)) == mask.active_pairs(), way
+        assert area(boxes(as_steps, hatched=False)) == mask.active_pairs(), way
+        part = way.tiles.shape.q // 2 if way.skips else None
+        # Steps are hatched whole underneath.
+        assert area(boxes(as_steps, hatched=True)) == issued_pairs(way.tiles, part), way
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_an_image_of_all_tiles_has_the_same_areas(
+    mask: BlockMask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.colors import to_rgb
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(overview, "MOST_FRAGMENTS", 0)
+    white, active, vain = map(np.array, map(to_rgb, ("#FFFFFF", overview._ACTIVE, "#B5B5B5")))
+    basis = np.stack([active - white, vain - white], axis=1)
+    for way in viz.tile_each_way(mask):
+        in_mask, as_steps = Figure().subplots(2)
+        viz.draw_tiles(in_mask, way.tiles, skips=way.skips)
+        viz.draw_steps(as_steps, way.tiles, skips=way.skips)
+        part = way.tiles.shape.q // 2 if way.skips else None
+        wasted = issued_pairs(way.tiles, part) - mask.active_pairs()
+        for ax in (in_mask, as_steps):
+            (image,) = ax.images
+            left, right, bottom, top = image.get_extent()
+            pixels = np.asarray(image.get_array(), float)
+            spot = (right - left) * (bottom - top) / pixels[:, :, 0].size
+            shares, *_ = np.linalg.lstsq(basis, (pixels - white).reshape(-1, 3).T, rcond=None)
+            found = shares.sum(axis=1) * spot
+            assert found[0] == pytest.approx(mask.active_pairs(), rel=1e-3), way
+            if ax is as_steps:
+                assert found[1] == pytest.approx(wasted, rel=1e-3, abs=1), way
+            words = [text.get_text() for text in ax.get_legend().get_texts()]
+            assert words == ["active entries", "work on inactive entries", "no work"]
+
+
+def test_a_head_of_many_fragments_is_an_image_unless_there_is_a_window(ax: Any) -> None:
+    mask = BlockMask.from_dense(np.ones((101, 100), bool), (16, 16))
+    tiles = map_mask(mask, Mapping("retain", "retain"), 16, 16)
+    viz.draw_tiles(ax, tiles)
+    assert len(ax.images) == 1
+    assert not ax.collections
+    viz.draw_tiles(ax.figure.add_subplot(), tiles, window=viz.Window(0, 32, 0, 32))
+    assert len(ax.figure.axes[1].images) == 0
+
+
+def test_slices_are_gathered_too() -> None:
+    slices = KeySlices.from_groups(np.eye(4, 70, dtype=bool), 64)
+    names = [way.mapping.name for way in viz.tile_each_way(slices)]
+    assert names[-2:] == ["retain-gather", "share-gather"]
+    figure = viz.mask_to_tiles(slices)
+    assert any("share Q, gather KV" in ax.get_title() for ax in figure.axes)
+
+
 def test_another_head_is_another_picture(ax: Any) -> None:
     both = np.zeros((2, 1, 3), dtype=bool)
     both[0, 0, 0] = both[1, 0, 2] = True
     mask = BlockMask.from_dense(both, (16, 16))
     viz.draw_tiles(ax, map_mask(mask, Mapping("retain", "retain"), 16, 16), head=1)
     assert set(boxes(ax, hatched=False)) == {(32, 0, 48, 16)}
-
-
-def test_mask_kinds_and_ragged_edges(ax: Any) -> None:
-    token = np.zeros((32, 32), dtype=bool)
-    token[:16, :16] = True
-    token[16:, 16:] = np.eye(16, dtype=bool)
-    viz.draw_mask(ax, BlockMask.from_tokens(token, (16, 16)))
-    mesh = ax.collections[0]
-    assert mesh.get_array().reshape(2, 2).tolist() == [[1, 0], [0, 2]]
-    words = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert words == ["kept block", "partly kept block", "skipped block"]
-
-
-def test_ragged_blocks_keep_their_sizes(ax: Any) -> None:
-    mask = BlockMask.from_dense(
-        [[1, 0], [0, 1]], (16, 16), q_block_sizes=[5, 27], kv_block_sizes=[24, 8]
-    )
-    viz.draw_mask(ax, mask)
-    corners = ax.collections[0].get_coordinates()
-    assert corners[0, :, 0].tolist() == [0, 24, 32]
-    assert corners[:, 0, 1].tolist() == [0, 5, 32]
 
 
 def test_useful_fractions_of_each_way() -> None:
@@ -321,14 +400,14 @@ def test_halves_of_ragged_blocks_lie_apart_in_the_tile(ax: Any) -> None:
     work = {(0, 0, 16, 10), (0, 10, 16, 26), (16, 10, 32, 26)}
     assert set(boxes(ax, hatched=False)) == work
     assert set(boxes(ax, hatched=True)) == {(16, 0, 32, 10)}
-    assert viz.useful_fraction(tiles, mask, 16) == mask.active_pairs() / (2 * 16 * 32)
+    assert useful_fraction(tiles, mask, 16) == mask.active_pairs() / (2 * 16 * 32)
 
 
 def test_the_default_window_starts_at_even_blocks_and_stays_inside() -> None:
     mask = BlockMask.from_dense(np.eye(101, dtype=bool), (64, 64), (6410, 6410))
     window = viz.diagonal_window(mask)
     assert (window.q0 // 64 % 2, window.kv0 // 64 % 2) == (0, 0)
-    assert (window.q1 - window.q0, window.kv1 - window.kv0) == (8 * 64, 24 * 64)
+    assert (window.q1 - window.q0, window.kv1 - window.kv0) == (8 * 64, 16 * 64)
     assert window.q0 < 3205 < window.q1
     assert window.kv0 < 3205 < window.kv1
     small = BlockMask.from_dense(np.eye(3, dtype=bool), (64, 64), (150, 150))
@@ -347,7 +426,7 @@ def test_the_page_is_written_with_every_way_in_it(tmp_path: Path) -> None:
     for way in viz.tile_each_way(mask):
         q, kv = way.tiles.shape.q, way.tiles.shape.kv
         assert f"{way.mapping.q} Q, {way.mapping.kv} KV" in titles
-        assert f"{q}x{kv}\nuseful {way.useful:.2f}" in titles
+        assert f"{q} x {kv}\nuseful {way.useful:.2f}" in titles
     (chosen,) = [a.get_title() for a in figure.axes if "the plan's choice" in a.get_title()]
     assert "share Q, pack KV" in chosen
     legends = [
@@ -366,13 +445,6 @@ def test_the_page_is_written_with_every_way_in_it(tmp_path: Path) -> None:
         assert box is None or (page.x0 <= box.x0 and box.x1 <= page.x1 and box.y1 <= page.y1)
 
 
-@pytest.mark.parametrize("wrong", [{"head": 2}, {"batch": 1}, {"head": -1}])
-def test_a_head_that_is_not_there_is_refused(wrong: dict[str, int], ax: Any) -> None:
-    name = next(iter(wrong))
-    with pytest.raises(ValueError, match=f"`{name}`: expected from 0 to"):
-        viz.draw_mask(ax, MASK, **wrong)
-
-
 def test_tiles_of_a_head_that_is_not_there_are_refused(ax: Any) -> None:
     tiles = map_mask(MASK, Mapping("retain", "retain"), 16, 16)
     for draw in (viz.draw_tiles, viz.draw_steps):
@@ -380,9 +452,16 @@ def test_tiles_of_a_head_that_is_not_there_are_refused(ax: Any) -> None:
             draw(ax, tiles, head=1)
 
 
-def test_importing_the_module_does_not_import_matplotlib() -> None:
-    import subprocess
-    import sys
+def test_a_window_beyond_is_refused(ax: Any) -> None:
+    tiles = map_mask(MASK, Mapping("retain", "retain"), 16, 16)
+    for draw in (viz.draw_tiles, viz.draw_steps):
+        with pytest.raises(ValueError, match="`window`: expected a window with some of the 32 q"):
+            draw(ax, tiles, window=viz.Window(32, 48, 0, 16))
+    with pytest.raises(ValueError, match="`window`: expected a part of 32 queries by 64 keys"):
+        viz.mask_to_tiles(MASK, window=viz.Window(0, 16, 0, 65))
 
-    code = "import sys; import tessera_cupy.viz; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+@pytest.mark.parametrize("edges", [(0, 0, 0, 1), (3, 2, 0, 1), (-1, 2, 0, 1), (0, 1, 5, 5)])
+def test_a_window_holds_tokens(edges: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="`window`: expected tokens from 0 on"):
+        viz.Window(*edges)
