@@ -17,7 +17,16 @@ from tessera_cupy.errors import TableError
 from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.naming import bucket_name, key_name
 from tessera_cupy.regimes.plan_spec import PlanSpec
-from tessera_cupy.regimes.schema import DTYPES, LAYOUTS, Document, Interval, Key, Match, Regime
+from tessera_cupy.regimes.schema import (
+    AXES,
+    DTYPES,
+    LAYOUTS,
+    Document,
+    Interval,
+    Key,
+    Match,
+    Regime,
+)
 from tessera_cupy.regimes.strict_yaml import table_error
 
 #: The lists of keys that a table may have.
@@ -103,7 +112,18 @@ class Index:
             slices: whether to ask the keys for slices alone, rather than those that say nothing
                 of the mask.
         """
-        buckets = self._buckets.get(
+        buckets = self._of(f, slices)
+        if buckets is None:
+            return None
+        return buckets.at(f.heads, f.tokens, f.density, f.run_coverage)
+
+    def edges(self, f: Features, *, slices: bool) -> tuple[tuple[float, ...], ...]:
+        """Bucket edges on each axis of the key for a request; none where there is no key."""
+        buckets = self._of(f, slices)
+        return ((),) * len(AXES) if buckets is None else buckets.edges
+
+    def _of(self, f: Features, slices: bool) -> _Buckets | None:
+        return self._buckets.get(
             (
                 slices,
                 bisect_right(self._q, f.block_q),
@@ -115,9 +135,6 @@ class Index:
                 f.layout,
             )
         )
-        if buckets is None:
-            return None
-        return buckets.at(f.heads, f.tokens, f.density, f.run_coverage)
 
     def _cells(self, match: Match) -> Iterator[tuple[object, ...]]:
         """Index entries of the requests that a key matches."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import cache
+from math import inf
 from pathlib import Path
 
 from tessera_cupy._resources import plans_dir
@@ -152,6 +153,22 @@ class Table:
         }
         table.rules = (*self.rules, make_rule(plans, why, match))
         return table
+
+    def edges(self, features: Features) -> tuple[tuple[float, ...], ...]:
+        """Values of each of AXES at which the answer for requests like this one may change.
+
+        That is, for requests which differ in heads, tokens, density and run coverage only.
+        """
+        found = [
+            index.edges(features, slices=slices)
+            for index in (self._keys, self._reasoned)
+            for slices in {features.slices, False}
+        ]
+        found += [
+            tuple(tuple({bounds.low, bounds.high} - {-inf, inf}) for bounds in rule.when)
+            for rule in self.rules
+        ]
+        return tuple(tuple(sorted(set().union(*edges))) for edges in zip(*found, strict=True))
 
     def plans(self) -> tuple[PlanSpec, ...]:
         """Every plan that the table names, each once, in the order of the file; then the rules'."""
