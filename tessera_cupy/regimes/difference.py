@@ -7,7 +7,7 @@ in every bucket of the common refinement of their edges. Neighbours that differ 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.naming import bucket_name, key_name
 from tessera_cupy.regimes.plan_spec import PlanSpec
-from tessera_cupy.regimes.schema import ANY, DTYPES, LAYOUTS, Interval, Match
+from tessera_cupy.regimes.schema import ANY, AXES, DTYPES, LAYOUTS, Interval, Match
 from tessera_cupy.regimes.table import Table
 
 #: Block sizes of published masks, on either side.
@@ -88,42 +88,48 @@ def differences(old: Table, new: Table) -> list[Difference]:
     found = []
     for values in (_BLOCKS, _SLICES):
         cells: dict[tuple[tuple[Interval, ...], _Pair], list[_Box]] = {}
-        places = product(*[range(len(known)) for known in values.values()])
-        for place in places:
-            cell = {name: known[i] for (name, known), i in zip(values.items(), place, strict=True)}
-            box = tuple((i, i + 1) for i in place)
-            for when, pair in _in_cell(old, new, cell):
-                cells.setdefault((when, pair), []).append(box)
+        known: dict[tuple[int, ...], list[tuple[tuple[Interval, ...], _Pair]]] = {}
+        for place in product(*[range(len(choices)) for choices in values.values()]):
+            f = _at(values, place)
+            deciders = [table.deciders(f) for table in (old, new)]
+            # Cells that the same keys and rules decide about are alike.
+            alike = tuple(map(id, (*deciders[0], None, *deciders[1])))
+            if alike not in known:
+                edges = [decider.edges for some in deciders for decider in some]
+                known[alike] = list(_in_cell(old, new, f, edges))
+            for differs in known[alike]:
+                cells.setdefault(differs, []).append(tuple((i, i + 1) for i in place))
         for (when, pair), boxes in cells.items():
             found += [Difference(_match(values, box), when, *pair) for box in _joined(boxes)]
     return found
 
 
+def _at(values: dict[str, tuple[Any, ...]], place: Sequence[int]) -> Features:
+    """A request of a cell, the least in numbers."""
+    given = {name: choices[i] for (name, choices), i in zip(values.items(), place, strict=True)}
+    given["slices"] = given.pop("mask") is not None
+    return Features(**given, heads=1, tokens=1, density=0.0, run_coverage=0.0)
+
+
 def _in_cell(
-    old: Table, new: Table, cell: dict[str, Any]
+    old: Table, new: Table, f: Features, edges: Sequence[tuple[tuple[float, ...], ...]]
 ) -> Iterator[tuple[tuple[Interval, ...], _Pair]]:
-    """The buckets of a cell in which the tables differ, joined."""
-    given = {name: value for name, value in cell.items() if name != "mask"}
-    given["slices"] = cell["mask"] is not None
-    at_zero = Features(**given, heads=1, tokens=1, density=0.0, run_coverage=0.0)
-    edges = [
-        tuple(sorted({*ours, *theirs}))
-        for ours, theirs in zip(old.edges(at_zero), new.edges(at_zero), strict=True)
-    ]
+    """The buckets of a cell in which the tables differ, joined; its edges by key or rule."""
+    axes = [sorted({edge for of_key in edges for edge in of_key[i]}) for i in range(len(AXES))]
     # An edge is in the bucket that it begins; numbers begin at 1 and shares at 0.
-    starts = [(first, *axis) for first, axis in zip((1, 1, 0.0, 0.0), edges, strict=True)]
+    starts = [(first, *axis) for first, axis in zip((1, 1, 0.0, 0.0), axes, strict=True)]
     boxes: dict[_Pair, list[_Box]] = {}
     for place in product(*[range(len(axis)) for axis in starts]):
-        heads, tokens, density, coverage = (axis[i] for axis, i in zip(starts, place, strict=True))
-        f = Features(
-            **given, heads=int(heads), tokens=int(tokens), density=density, run_coverage=coverage
-        )
-        pair = old.lookup(f).ranking[0], new.lookup(f).ranking[0]
+        numbers: dict[str, Any] = {
+            name: axis[i] for name, axis, i in zip(AXES, starts, place, strict=True)
+        }
+        bucket = replace(f, **numbers)
+        pair = old.lookup(bucket).ranking[0], new.lookup(bucket).ranking[0]
         if pair[0] != pair[1]:
             boxes.setdefault(pair, []).append(tuple((i, i + 1) for i in place))
     for pair, of_pair in boxes.items():
         for box in _joined(of_pair):
-            yield tuple(_interval(axis, *ends) for axis, ends in zip(edges, box, strict=True)), pair
+            yield tuple(_interval(axis, *ends) for axis, ends in zip(axes, box, strict=True)), pair
 
 
 def _interval(edges: Sequence[float], begin: int, end: int) -> Interval:

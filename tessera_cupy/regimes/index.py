@@ -18,7 +18,6 @@ from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.naming import bucket_name, key_name
 from tessera_cupy.regimes.plan_spec import PlanSpec
 from tessera_cupy.regimes.schema import (
-    AXES,
     DTYPES,
     LAYOUTS,
     Document,
@@ -67,11 +66,11 @@ class Choice:
 class _Buckets:
     """A key's answers, by bucket: row-major over the axes, in the order of AXES."""
 
-    edges: tuple[tuple[float, ...], ...]
+    key: Key
     choices: tuple[Choice, ...]
 
     def at(self, heads: int, tokens: int, density: float, run_coverage: float) -> Choice:
-        h, t, d, r = self.edges
+        h, t, d, r = self.key.edges
         bucket = bisect_right(h, heads) * (len(t) + 1) + bisect_right(t, tokens)
         bucket = bucket * (len(d) + 1) + bisect_right(d, density)
         bucket = bucket * (len(r) + 1) + bisect_right(r, run_coverage)
@@ -117,10 +116,10 @@ class Index:
             return None
         return buckets.at(f.heads, f.tokens, f.density, f.run_coverage)
 
-    def edges(self, f: Features, *, slices: bool) -> tuple[tuple[float, ...], ...]:
-        """Bucket edges on each axis of the key for a request; none where there is no key."""
+    def key(self, f: Features, *, slices: bool) -> Key | None:
+        """The key that is asked for a request, whether or not it has an answer."""
         buckets = self._of(f, slices)
-        return ((),) * len(AXES) if buckets is None else buckets.edges
+        return None if buckets is None else buckets.key
 
     def _of(self, f: Features, slices: bool) -> _Buckets | None:
         return self._buckets.get(
@@ -191,7 +190,7 @@ def _buckets(document: Document, key: Key, listed: List, number: int) -> _Bucket
                 raise _overlap(document, regime.line, f"{field}.regimes[{i}].when", got)
             owners[bucket] = i
             choices[bucket] = choice
-    return _Buckets(edges=key.edges, choices=tuple(choices))
+    return _Buckets(key, choices=tuple(choices))
 
 
 def _choice(document: Document, name: str, key: Key, regime: Regime, listed: List) -> Choice:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import cache
-from math import inf
 from pathlib import Path
 
 from tessera_cupy._resources import plans_dir
@@ -18,7 +17,7 @@ from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.index import Choice, Index
 from tessera_cupy.regimes.plan_spec import PlanSpec
 from tessera_cupy.regimes.rules import Bounds, Rule, Sizes, make_rule
-from tessera_cupy.regimes.schema import Document, read_document
+from tessera_cupy.regimes.schema import Document, Key, read_document
 
 
 class Table:
@@ -154,21 +153,15 @@ class Table:
         table.rules = (*self.rules, make_rule(plans, why, match))
         return table
 
-    def edges(self, features: Features) -> tuple[tuple[float, ...], ...]:
-        """Values of each of AXES at which the answer for requests like this one may change.
-
-        That is, for requests which differ in heads, tokens, density and run coverage only.
-        """
-        found = [
-            index.edges(features, slices=slices)
+    def deciders(self, features: Features) -> tuple[Key | Rule, ...]:
+        """What decides about requests that differ from this one in numbers only, those of AXES."""
+        keys = [
+            index.key(features, slices=slices)
+            for slices in ((True, False) if features.slices else (False,))
             for index in (self._keys, self._reasoned)
-            for slices in {features.slices, False}
         ]
-        found += [
-            tuple(tuple({bounds.low, bounds.high} - {-inf, inf}) for bounds in rule.when)
-            for rule in self.rules
-        ]
-        return tuple(tuple(sorted(set().union(*edges))) for edges in zip(*found, strict=True))
+        rules = [rule for rule in self.rules if rule.is_for(features)]
+        return (*[key for key in keys if key is not None], *rules)
 
     def plans(self) -> tuple[PlanSpec, ...]:
         """Every plan that the table names, each once, in the order of the file; then the rules'."""

@@ -73,5 +73,17 @@ def test_neighbours_that_differ_alike_are_one_box():
     assert names == ["q384 d64-128", "q384 d256"]
 
 
+def test_a_bucket_that_no_value_is_in_hides_nothing():
+    ruled = SM90.with_rule(
+        "attend_mma/q64k64/split-pack/rows", density=(0.0, None), heads=(1, None)
+    )
+    assert {difference.new.name for difference in differences(SM90, ruled)} == {
+        "attend_mma/q64k64/split-pack/rows"
+    }
+    assert sum(
+        holds(difference, drawn(random.Random(1))) for difference in differences(SM90, ruled)
+    )
+
+
 def test_a_table_does_not_differ_from_itself():
     assert differences(RULED, RULED) == []
