@@ -77,13 +77,13 @@ def differences(old: Table, new: Table) -> list[Difference]:
     """Requests for which two tables rank another plan first.
 
     >>> from tessera_cupy.regimes import load_for
-    >>> sm90 = load_for("sm90")
-    >>> ruled = sm90.with_rule(
-    ...     "attend_mma/q64k64/retain-pack/rows", block_q=64, block_kv=64, density=(0.5, None),
+    >>> sm80 = load_for("sm80")
+    >>> ruled = sm80.with_rule(
+    ...     "attend_mma/q64k64/retain-pack/rows", block_q=64, block_kv=64, density=(0.75, None),
     ...     ragged=False, head_dim=96,
     ... )  # fmt: skip
-    >>> [difference.name for difference in differences(sm90, ruled)]
-    ['q64k64 uniform d96 density>=0.5']
+    >>> [difference.name for difference in differences(sm80, ruled)]
+    ['q64k64 uniform d96 density>=0.75']
     """
     found = []
     for values in (_BLOCKS, _SLICES):
