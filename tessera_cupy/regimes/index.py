@@ -17,7 +17,15 @@ from tessera_cupy.errors import TableError
 from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.naming import bucket_name, key_name
 from tessera_cupy.regimes.plan_spec import PlanSpec
-from tessera_cupy.regimes.schema import DTYPES, LAYOUTS, Document, Interval, Key, Match, Regime
+from tessera_cupy.regimes.schema import (
+    DTYPES,
+    LAYOUTS,
+    Document,
+    Interval,
+    Key,
+    Match,
+    Regime,
+)
 from tessera_cupy.regimes.strict_yaml import table_error
 
 #: The lists of keys that a table may have.
@@ -58,11 +66,11 @@ class Choice:
 class _Buckets:
     """A key's answers, by bucket: row-major over the axes, in the order of AXES."""
 
-    edges: tuple[tuple[float, ...], ...]
+    key: Key
     choices: tuple[Choice, ...]
 
     def at(self, heads: int, tokens: int, density: float, run_coverage: float) -> Choice:
-        h, t, d, r = self.edges
+        h, t, d, r = self.key.edges
         bucket = bisect_right(h, heads) * (len(t) + 1) + bisect_right(t, tokens)
         bucket = bucket * (len(d) + 1) + bisect_right(d, density)
         bucket = bucket * (len(r) + 1) + bisect_right(r, run_coverage)
@@ -103,7 +111,18 @@ class Index:
             slices: whether to ask the keys for slices alone, rather than those that say nothing
                 of the mask.
         """
-        buckets = self._buckets.get(
+        buckets = self._of(f, slices)
+        if buckets is None:
+            return None
+        return buckets.at(f.heads, f.tokens, f.density, f.run_coverage)
+
+    def key(self, f: Features, *, slices: bool) -> Key | None:
+        """The key that is asked for a request, whether or not it has an answer."""
+        buckets = self._of(f, slices)
+        return None if buckets is None else buckets.key
+
+    def _of(self, f: Features, slices: bool) -> _Buckets | None:
+        return self._buckets.get(
             (
                 slices,
                 bisect_right(self._q, f.block_q),
@@ -115,9 +134,6 @@ class Index:
                 f.layout,
             )
         )
-        if buckets is None:
-            return None
-        return buckets.at(f.heads, f.tokens, f.density, f.run_coverage)
 
     def _cells(self, match: Match) -> Iterator[tuple[object, ...]]:
         """Index entries of the requests that a key matches."""
@@ -174,7 +190,7 @@ def _buckets(document: Document, key: Key, listed: List, number: int) -> _Bucket
                 raise _overlap(document, regime.line, f"{field}.regimes[{i}].when", got)
             owners[bucket] = i
             choices[bucket] = choice
-    return _Buckets(edges=key.edges, choices=tuple(choices))
+    return _Buckets(key, choices=tuple(choices))
 
 
 def _choice(document: Document, name: str, key: Key, regime: Regime, listed: List) -> Choice:

@@ -52,8 +52,20 @@ class Rule:
         key = key_name(self.match)
         return bounds if bounds and key == "any" else f"{key} {bounds}".rstrip()
 
+    @property
+    def edges(self) -> tuple[tuple[float, ...], ...]:
+        """Numbers at which the rule begins or ends to match, for each axis."""
+        ends = [{bounds.low, bounds.high} - {-math.inf, math.inf} for bounds in self.when]
+        return tuple(tuple(sorted(values)) for values in ends)
+
     def matches(self, f: Features) -> bool:
         """Whether a request is one that the rule is for."""
+        numbers = (f.heads, f.tokens, f.density, f.run_coverage)
+        inside = (value in bounds for value, bounds in zip(numbers, self.when, strict=True))
+        return self.is_for(f) and all(inside)
+
+    def is_for(self, f: Features) -> bool:
+        """The same but for the request's numbers."""
         match = self.match
         for given, value in (
             (match.ragged, f.ragged),
@@ -68,12 +80,6 @@ class Rule:
             and f.block_q in match.block_q
             and f.block_kv in match.block_kv
             and f.head_dim in match.head_dim
-            and all(
-                value in interval
-                for value, interval in zip(
-                    (f.heads, f.tokens, f.density, f.run_coverage), self.when, strict=True
-                )
-            )
         )
 
     def before(self, choice: Choice, arch: str) -> Choice:

@@ -12,6 +12,7 @@ that no key of ``keys`` has an answer for.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -186,12 +187,26 @@ def _plans(entry: Entry) -> tuple[PlanSpec, ...]:
 
 
 def _base(entry: Entry) -> tuple[PlanSpec, ...]:
-    """Base plans, one of which is eligible for every block size.
+    """Base plans, one of which is eligible for every block size."""
+    plans = _plans(entry)
+    blocks = not_served(plans)
+    if blocks is not None:
+        fix = "list a retain-pack and a split-pack plan of one tile"
+        entry.fail("an eligible plan for every block size", f"none for {blocks}", fix)
+    return plans
+
+
+def not_served(plans: Sequence[PlanSpec]) -> str | None:
+    """Blocks for which none of some plans is eligible; None where every size has one.
 
     Eligibility changes only at a tile size and at half of it, so that the sizes at these
     points and just above stand for all sizes.
+
+    >>> not_served([PlanSpec.parse("attend_mma/q64k64/retain-pack/rows")])
+    'blocks of 65 x 32'
     """
-    plans = _plans(entry)
+    if not plans:
+        return "blocks of any size"
     q_sizes = {s + d for p in plans for s in (p.tile_q // 2, p.tile_q) for d in (0, 1)}
     kv_sizes = {s + d for p in plans for s in (p.tile_kv // 2, p.tile_kv) for d in (0, 1)}
     for block_q in sorted(q_sizes):
@@ -199,10 +214,8 @@ def _base(entry: Entry) -> tuple[PlanSpec, ...]:
             for ragged in (False, True):
                 if not any(p.serves(block_q, block_kv, ragged=ragged) for p in plans):
                     kind = "ragged blocks of at most" if ragged else "blocks of"
-                    got = f"none for {kind} {block_q} x {block_kv}"
-                    fix = "list a retain-pack and a split-pack plan of one tile"
-                    entry.fail("an eligible plan for every block size", got, fix)
-    return plans
+                    return f"{kind} {block_q} x {block_kv}"
+    return None
 
 
 def _keys(entry: Entry, *, counted: bool) -> tuple[Key, ...]:

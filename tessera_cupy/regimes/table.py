@@ -17,7 +17,7 @@ from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.index import Choice, Index
 from tessera_cupy.regimes.plan_spec import PlanSpec
 from tessera_cupy.regimes.rules import Bounds, Rule, Sizes, make_rule
-from tessera_cupy.regimes.schema import Document, read_document
+from tessera_cupy.regimes.schema import Document, Key, read_document
 
 
 class Table:
@@ -152,6 +152,16 @@ class Table:
         }
         table.rules = (*self.rules, make_rule(plans, why, match))
         return table
+
+    def deciders(self, features: Features) -> tuple[Key | Rule, ...]:
+        """What decides about requests that differ from this one in numbers only, those of AXES."""
+        keys = [
+            index.key(features, slices=slices)
+            for slices in ((True, False) if features.slices else (False,))
+            for index in (self._keys, self._reasoned)
+        ]
+        rules = [rule for rule in self.rules if rule.is_for(features)]
+        return (*[key for key in keys if key is not None], *rules)
 
     def plans(self) -> tuple[PlanSpec, ...]:
         """Every plan that the table names, each once, in the order of the file; then the rules'."""

@@ -24,7 +24,7 @@ REQUEST = Features(
 )
 WIDE = "attend_mma/q128k64/merge-pack/rows"
 NARROW = "attend_mma/q64k64/retain-pack/rows"
-TABLE = load_for("sm90")
+TABLE = load_for("sm80")
 USUAL = TABLE.lookup(REQUEST)
 
 
@@ -82,7 +82,7 @@ def test_the_rest_of_the_ranking_stays_behind():
         second.name,
         *[plan.name for plan in USUAL.ranking if plan != second],
     ]
-    assert choice.regime == f"sm90 rule q64, before {USUAL.regime}"
+    assert choice.regime == f"sm80 rule q64, before {USUAL.regime}"
     assert (choice.key, choice.why, choice.origin) == ("q64", "given by the caller", "rule")
     assert choice.cases is None
 
@@ -96,7 +96,7 @@ def test_later_rules_come_first_and_the_table_itself_does_not_change():
     assert two.lookup(dataclasses.replace(REQUEST, block_q=32)).why == "it was faster here"
     assert first(one) == WIDE
     assert TABLE.lookup(REQUEST) is USUAL
-    assert load_for("sm90").rules == ()
+    assert load_for("sm80").rules == ()
     assert [rule.name for rule in two.rules] == ["density<0.5", "q64"]
     assert repr(two).endswith(" keys, 2 rules)")
     assert two.plans()[-2:] == (PlanSpec.parse(WIDE), PlanSpec.parse(NARROW))
