@@ -52,6 +52,7 @@ class Choice:
             table has no answer; ``"rule"`` where a rule of the caller's comes first.
         cases: number of measured cases behind the ranking, of the regime or else of the key;
             None where the table does not say.
+        own: how many plans of the ranking come from the regime itself; the rest is behind them.
     """
 
     regime: str
@@ -60,6 +61,7 @@ class Choice:
     why: str
     origin: Literal["keys", "reasoned", "base", "rule"]
     cases: int | None = None
+    own: int = 0
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ def _choice(document: Document, name: str, key: Key, regime: Regime, listed: Lis
     return Choice(
         regime=f"{name} {bucket_name(regime.when)}".rstrip(),
         ranking=regime.plans + rest,
+        own=len(regime.plans),
         key=key_name(key.match),
         why=key.why,
         origin=listed,

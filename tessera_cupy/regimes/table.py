@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class Table:
         self.document = document
         self._keys = Index(document, "keys")
         self._reasoned = Index(document, "reasoned")
+        self._backings: dict[tuple[int, int], Choice] = {}
 
     def __repr__(self) -> str:
         document = self.document
@@ -52,7 +54,8 @@ class Table:
         """Rank the plans for a request.
 
         The table's keys are asked first, then its reasoned ones; a request for which neither has
-        an answer gets the base plans. For key slices, the keys of either list that are for slices
+        an answer gets the base plans. Behind an answer come the plans of the next one, for requests
+        that its own cannot serve. For key slices, the keys of either list that are for slices
         alone come before all others. A lookup in a shipped table took 1.0 us in Python 3.11 on a
         virtual machine of an AMD EPYC.
 
@@ -75,14 +78,30 @@ class Table:
 
     def _listed(self, features: Features) -> Choice:
         """What the file says."""
-        gap = None
+        gap = first = None
         for slices in (True, False) if features.slices else (False,):
             for index in (self._keys, self._reasoned):
                 found = index.find(features, slices=slices)
-                if found is not None and found.origin != "base":
+                if found is None or found.origin == "base":
+                    gap = gap or found
+                elif first is not None:
+                    return self._backed(first, found)
+                elif found.origin == "reasoned":
                     return found
-                gap = gap or found
-        return gap or self._miss(features)
+                else:
+                    first = found
+        return first or gap or self._miss(features)
+
+    def _backed(self, first: Choice, behind: Choice) -> Choice:
+        """A measured ranking with the next answer's plans behind it.
+
+        What was measured may serve none of a key's other sizes, and the base plans are slow.
+        """
+        key = (id(first), id(behind))  # both live as long as the table
+        if key not in self._backings:
+            plans = dict.fromkeys((*first.ranking[: first.own], *behind.ranking))
+            self._backings[key] = replace(first, ranking=tuple(plans))
+        return self._backings[key]
 
     def with_rule(
         self,

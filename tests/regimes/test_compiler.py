@@ -212,3 +212,16 @@ def test_the_reason_says_how_the_first_plans_do():
     # Two of eight cases pay 1.21: 1.21 ** (1 / 4) = 1.0488.
     assert key.why.startswith("8 cases from 1 source; the first plans take 1.049 times")
     assert PlanSpec.parse(SHARE.name) == key.regimes[0].plans[0]
+
+
+def test_what_was_measured_is_backed_by_what_is_reasoned():
+    """A plan of the key that a request cannot take gives way to reasoned ones, not to the base."""
+    base = PRIOR.base[0]  # it stays where it was measured to be
+    times = {SHARE: 1.0, base: 1.4, MERGE: 1.5}
+    made = table(measured([case(times, i) for i in range(8)]))
+    reasoned = load_for("sm90").lookup(features(block_q=64)).ranking
+    found = made.lookup(features(block_q=64))
+    assert found.ranking[:3] == (SHARE, base, MERGE)
+    assert list(found.ranking[3:]) == [plan for plan in reasoned if plan not in times]
+    assert found.origin == "keys"
+    assert made.lookup(features(block_q=64)) is found
