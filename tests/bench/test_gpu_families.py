@@ -62,7 +62,7 @@ def test_requests_of_every_family_are_right_and_timed() -> None:
         head_dim=64,
         families=None,
         clips=None,
-        flex=True,
+        peers=None,
         masks="random",
         mask_cache=None,
         regime="auto",
@@ -74,7 +74,7 @@ def test_requests_of_every_family_are_right_and_timed() -> None:
         assert row["ms"]["auto"] > 0
     if gpu.has_torch():
         q64 = next(row for row in report["rows"] if row["family"] == "Q64K64")
-        assert q64["flex_reason"] is None
+        assert "flex" not in q64["reasons"]
         assert q64["ms"]["flex"] > q64["ms"]["flex_kernel"] > 0
 
 
