@@ -192,8 +192,8 @@ def test_the_table_has_a_row_for_each_rule() -> None:
     assert cells("dilated")[-3] == "WRONG"
     text = " ".join(" ".join(lines).split())
     assert (
-        "NVIDIA H200, 2026-12-01: 8 heads, bfloat16. Masks: regenerated from bikes.mp4. Medians, cold L2."
-        in text
+        "NVIDIA H200, 2026-12-01: 8 heads, bfloat16. Masks: regenerated from bikes.mp4. "
+        "Medians, cold L2." in text
     )
     assert "spread by at most 25.0% of their median" in text
     assert "once: the mask depends on the grid alone" in text
@@ -222,7 +222,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return case(rule.name)
 
     monkeypatch.setattr(interop, "import_cupy", lambda: None)
-    monkeypatch.setattr(rules_run, "machine", lambda: {"gpu": "a GPU", "versions": {"cupy": "1"}})
+    facts = {"gpu": "a GPU", "versions": {"cupy": "1"}}
+    monkeypatch.setattr(rules_run, "machine", lambda: facts)
     monkeypatch.setattr(rules_run, "Input", made)
     monkeypatch.setattr(rules_run, "measure", times)
     return log
@@ -285,7 +286,12 @@ def test_the_command(
     assert "date" in report
     assert "command" in report
     del asked["console"]
-    assert asked == {"rules": ["vsa", "sta"], "heads": 2, "clip": "carphone_pristine", "cold": True}
+    assert asked == {
+        "rules": ["vsa", "sta"],
+        "heads": 2,
+        "clip": "carphone_pristine",
+        "cold": True,
+    }
     assert ("wrong output on vsa bikes" in captured.err) is not passed
     assert "spargeattn bikes was not measured: no package" in captured.err
 
