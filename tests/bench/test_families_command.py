@@ -167,6 +167,13 @@ def test_a_peer_that_did_not_run_has_its_reason_below_the_table() -> None:
     ]
 
 
+def test_cells_are_below_their_own_peer() -> None:
+    report = copy.deepcopy(REPORT)
+    for row in report["rows"]:
+        row["peers"] = dict(sorted(row["peers"].items(), reverse=True))
+    assert cells(drawn(report), "Q64K64")[-3:] == ["618", "353", "273"]
+
+
 def test_a_wrong_output_has_no_rate() -> None:
     assert cells(drawn(wrong_report()), "Q16K16")[6] == "WRONG"
 

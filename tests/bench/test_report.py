@@ -60,7 +60,7 @@ def measured_rules() -> dict[str, Any]:
     row = {"rule": "vsa", "clip": "bikes", "grid": "21x45x80", "tokens": 75600, "density": 0.1}
     row |= {"published_density": [0.1, 0.1], "plan": PLAN, "made_on_gpu": True, "once_ms": None}
     row |= {"ms": times, "spread_ms": {name: [ms, ms] for name, ms in times.items()}}
-    row |= {"tflops": 500.0, "speedup": None, "check": CHECK}
+    row |= {"tflops": 500.0, "speedup": None, "dense_reason": None, "check": CHECK}
     lacking = {"rule": "spargeattn", "clip": "bikes", "reason": "no package"}
     facts = {"heads": 8, "masks": "regenerated from bikes.mp4", "passed": True}
     return {**MACHINE, **facts, "rows": [row, lacking]}

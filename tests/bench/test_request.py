@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tessera_cupy.bench import gpu as timer
 from tessera_cupy.bench import request_run, request_times
+from tessera_cupy.bench.report import sheets_of, stamp
 from tessera_cupy.bench.request_run import run_request
 from tessera_cupy.bench.request_table import request_sheets
 from tessera_cupy.bench.request_times import sum_up
@@ -67,6 +68,8 @@ def test_requests_are_timed_and_checked(emulated: EmulatedGpu) -> None:
         assert row["preparation"]["named"] == {"ms": 5, "ratio": 2.5}
         assert row["reasons"] == {}
         assert row["spread_ms"]["named"] == [7, 7]
+    (sheet,) = sheets_of(stamp(report, "request", words=[], cold=False))
+    assert sheet.rows[0][3:7] == ["2.000", "7.000", "5.000", "250.0"]
     parts = report["cases"][0]["parts_ms"]
     assert {name: parts[name] for name in ("mask_state", "tiles", "tasks", "attention")} == {
         "mask_state": 2,

@@ -75,6 +75,8 @@ def test_a_call_is_checked_and_its_parts_timed(emulated: EmulatedGpu) -> None:
     assert case["density"] == pytest.approx(1 / 6, abs=0.05)
     pairs = case["density"] * 2 * GRID.tokens**2
     assert case["tflops"] == pytest.approx(4 * 64 * pairs / ms["attention"] / 1e9)
+    (sheet,) = rules_sheets({**report_of(case), "date": "2026-12-01"})
+    assert sheet.rows[0][7] == "4.000"
 
 
 @needs_compiler
@@ -139,6 +141,7 @@ def case(rule: str, **changes: Any) -> dict[str, Any]:
         "once_ms": None,
         "tflops": 512.4,
         "speedup": 4.0,
+        "dense_reason": None,
         "check": {"passed": True, "error": 1e-3, "allowed": 1e-2, "rows": 256},
         **changes,
     }
@@ -169,7 +172,12 @@ def test_the_table_has_a_row_for_each_rule() -> None:
         case("sta", ms=fixed, once_ms=31.26, speedup=None, published_density=[0.165, 0.168]),
         case("svg", ms=routed, plan="svg_attention"),
         case("svg2", ms=again, published_density=None),
-        case("dilated", made_on_gpu=False, check={**case("")["check"], "passed": False}),
+        case(
+            "dilated",
+            made_on_gpu=False,
+            dense_reason="No [such] kernel",
+            check={**case("")["check"], "passed": False},
+        ),
         {"rule": "spargeattn", "clip": "bikes", "reason": "needs [a package]"},
     )
     console = Console(width=190, highlight=False)
@@ -200,6 +208,7 @@ def test_the_table_has_a_row_for_each_rule() -> None:
     assert "svg: moves of tokens are in its attention" in text
     assert "svg2: select begins from the step before; from nothing it takes 8.500 ms" in text
     assert "dilated: the host makes this plan" in text
+    assert "cuDNN beside dilated: No [such] kernel" in text
     assert "vsa: the host" not in text
     assert "spargeattn was not measured: needs [a package]" in text
     assert "256 rows of each call: the largest error is 0.10" in text

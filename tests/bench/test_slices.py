@@ -219,6 +219,11 @@ def test_outputs_are_checked_and_timed(emulated: EmulatedGpu) -> None:
         assert case["ms"] > 0
         pairs = case["density"] * 2 * GRID.tokens**2
         assert case["tflops"] == pytest.approx(4 * 64 * pairs / case["ms"] / 1e9)
+    with_ratios(figures, dense, slices_cases.RATIO_TO)
+    report = report_of(rows=[]) | {"rows": figures}
+    del report["clip"]["name"]  # without a mass there is no table of the clip
+    (sheet,) = slices_sheets(report)
+    assert [row[0] for row in sheet.rows] == [case["rule"] for case in figures]
     by_name = {case["rule"]: case for case in figures}
     for group, side in ((128, "retain"), (64, "share"), (192, "split")):
         case = by_name[f"slices of {group}"]
@@ -273,7 +278,7 @@ def test_ratios() -> None:
     with_time_ratios(cases)
     assert [case.get("of_fastest_blocks") for case in cases] == [1.0, 0.75, None, 1.5]
     alone = [cases[1]]
-    with_ratios(alone, None, "blocks 128x128")
+    with_ratios(alone, {"reason": "no kernel"}, "blocks 128x128")
     with_time_ratios(alone)
     names = ("of_blocks", "of_dense", "of_fastest_blocks")
     assert [alone[0][name] for name in names] == [None, None, None]
@@ -384,6 +389,12 @@ def test_without_a_clip_there_is_one_table() -> None:
     rows, text = shown(report_of(rows=[lacking]))
     assert len(rows) == 2
     assert "equal mass was not measured: no package" in text
+
+
+def test_dense_attention_that_failed_has_its_reason() -> None:
+    report = report_of(rows=[])
+    report["random"]["dense"] = {"reason": "RuntimeError: no kernel"}
+    assert "attention was not measured: RuntimeError: no kernel" in shown(report)[1]
 
 
 @pytest.fixture
