@@ -18,6 +18,7 @@ import numpy as np
 from tessera_cupy import interop
 from tessera_cupy.attention import make_plan
 from tessera_cupy.bench import gpu
+from tessera_cupy.bench.contest import one_line
 from tessera_cupy.bench.corpus import random_mask
 from tessera_cupy.bench.machine import machine
 from tessera_cupy.errors import PlanNotEligibleError, wrong
@@ -90,9 +91,9 @@ def run(
         cold: whether each call begins with a cold L2.
 
     Returns:
-        JSON-able: the machine, the sizes, ``dense``, milliseconds and TFLOP/s of each backend that
-        torch has here, and in ``rows`` for each case its plan, milliseconds, TFLOP/s of active
-        pairs and the ratio to each backend.
+        JSON-able: the machine, the sizes, ``dense``, milliseconds and TFLOP/s of each of torch's
+        backends or the ``reason`` why it has none (none without torch), and in ``rows`` for each
+        case its plan, milliseconds, TFLOP/s of active pairs and the ratio to each backend.
 
     Raises:
         NoGpuError: there is none.
@@ -109,11 +110,15 @@ def run(
         rate = 4 * head_dim * pairs / times[""].median / 1e9
         return {"ms": times[""].median, "spread_ms": times[""].spread, "tflops": rate}
 
-    dense = {}
+    dense: dict[str, dict[str, Any]] = {}
     for title, backend in BACKENDS:
         if gpu.has_torch():
-            dense[title] = timed(gpu.dense_call(q, k, v, backend), tokens**2 * heads)
+            try:
+                dense[title] = timed(gpu.dense_call(q, k, v, backend), tokens**2 * heads)
+            except Exception as error:  # a peer's own failure, of whatever type, is a result here
+                dense[title] = {"reason": one_line(error)}
         on_case()
+    rates = {title: one["tflops"] for title, one in dense.items() if "tflops" in one}
     rows = []
     for case in cases:
         mask = random_mask((case.block, case.block), case.density, heads, tokens, rng)
@@ -125,7 +130,7 @@ def run(
                 "density": mask.density(),
                 "plan": plan.spec.name,
                 **result,
-                "ratios": {title: result["tflops"] / one["tflops"] for title, one in dense.items()},
+                "ratios": {title: result["tflops"] / rate for title, rate in rates.items()},
             }
         )
         on_case()

@@ -18,14 +18,15 @@ def attention_sheets(report: Mapping[str, Any]) -> list[Sheet]:
     Args:
         report: see :mod:`tessera_cupy.bench.report`.
     """
-    rates = [f"{name} {one['tflops']:.0f}" for name, one in report["dense"].items()]
+    dense = {name: one for name, one in report["dense"].items() if "tflops" in one}
+    rates = [f"{name} {one['tflops']:.0f}" for name, one in dense.items()]
     title = (
         f"{report['gpu']}, {report['date']}: {report['tokens']:,} tokens, {report['heads']} heads, "
         f"head dim {report['head_dim']}, {report['dtype']}. Masks: random, with the same number of "
-        f"blocks in every row. Dense TFLOP/s: {', '.join(rates) or 'no torch'}. {timed(report)}"
+        f"blocks in every row. Dense TFLOP/s: {', '.join(rates) or 'none'}. {timed(report)}"
     )
     columns = ["blocks", "density", "mapping", "ms", "10-90%", "TFLOP/s"]
-    columns += [f"/{name}" for name in report["dense"]]
+    columns += [f"/{name}" for name in dense]
     rows = [
         [
             f"{row['block']}x{row['block']}",
@@ -38,4 +39,8 @@ def attention_sheets(report: Mapping[str, Any]) -> list[Sheet]:
         ]
         for row in report["rows"]
     ]
-    return [Sheet(NAME, title, columns, rows, ["TFLOP/s count active pairs."], _LEFT)]
+    notes = ["TFLOP/s count active pairs."]
+    for name, one in report["dense"].items():
+        if "reason" in one:
+            notes.append(f"{name} was not measured: {one['reason']}")
+    return [Sheet(NAME, title, columns, rows, notes, _LEFT)]

@@ -7,7 +7,7 @@ process can help that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +21,7 @@ from tessera_cupy.bench.check import Expected
 from tessera_cupy.bench.fa4_peer import dense_fa4, make_fa4_sparse
 from tessera_cupy.bench.flashinfer_peer import make_flashinfer
 from tessera_cupy.bench.flex import make_flex, tile_options
+from tessera_cupy.bench.gpu import Timing
 from tessera_cupy.bench.peers import PACKAGES, PEERS, Peer, Rival, UnsupportedError
 from tessera_cupy.bench.vsa_peer import make_vsa
 from tessera_cupy.errors import wrong
@@ -144,6 +145,55 @@ class Contest:
         return calls, reasons
 
 
+class _FailedError(Exception):
+    """A peer's call failed while it was timed."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(reason)
+        self.peer, self.reason = peer, reason
+
+
+def timings(
+    ours: Mapping[str, Callable[[], object]],
+    theirs: Mapping[str, Mapping[str, Callable[[], object]]],
+    *,
+    warm_up: int,
+    runs: int,
+    cold: bool,
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Times of all calls in turns; a peer that fails at one of its calls is left out of all turns.
+
+    Args:
+        ours: this package's calls, by name.
+        theirs: by peer, its calls by name.
+        warm_up: as of :func:`tessera_cupy.bench.gpu.timings`.
+        runs: the same.
+        cold: the same.
+
+    Returns:
+        Times by the calls' names, and by peer why it has none.
+    """
+    left, reasons = dict(theirs), dict[str, str]()
+    while True:
+        calls = dict(ours)
+        for peer, own in left.items():
+            calls |= {name: partial(_guarded, peer, call) for name, call in own.items()}
+        try:
+            times = gpu.timings(calls, lambda: None, warm_up=warm_up, runs=runs, cold=cold)
+        except _FailedError as error:
+            reasons[error.peer] = error.reason
+            del left[error.peer]
+        else:
+            return times, reasons
+
+
+def _guarded(peer: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception as error:  # as above
+        raise _FailedError(peer, reason_of(error)) from error
+
+
 def options(peer: Peer, block_size: tuple[int, int]) -> dict[str, int]:
     """What a peer was told beyond its defaults."""
     return tile_options(block_size) if peer.name == "flex" else {}
@@ -154,6 +204,13 @@ def _calls_of(peer: Peer, arrays: tuple[Any, Any, Any]) -> Callable[[BlockMask],
         return _RIVALS[peer.name](*arrays).call
     dense = dense_fa4(*arrays) if peer.name == "fa4" else gpu.dense_call(*arrays, peer.backend)
     return lambda mask: dense
+
+
+def cudnn(arrays: tuple[Any, Any, Any], name: str) -> dict[str, dict[str, Callable[[], object]]]:
+    """Torch's dense attention by cuDNN, for :func:`timings`, under a name; none without torch."""
+    if not gpu.has_torch():
+        return {}
+    return {name: {name: gpu.dense_call(*arrays, "CUDNN_ATTENTION")}}
 
 
 def problem_of(result: Any, expected: Expected) -> str | None:

@@ -26,7 +26,7 @@ def families_sheets(report: Mapping[str, Any]) -> list[Sheet]:
     columns += [" ".join(clip.split("_")[0] for clip in clips)] if len(clips) > 1 else []
     columns += [f"{q_side(beside)} (/cuDNN)"] if beside else []
     columns += [TITLES[name] for name in report["peers"]]
-    rows = [list(_cells(row, len(clips) > 1, beside is not None)) for row in report["rows"]]
+    rows = [list(_cells(row, report, len(clips) > 1)) for row in report["rows"]]
     return [Sheet(NAME, title(report), columns, rows, list(_notes(report)), _LEFT)]
 
 
@@ -45,7 +45,7 @@ def timed(report: Mapping[str, Any]) -> str:
     return f"Medians, {report['l2']} L2."
 
 
-def _cells(row: Mapping[str, Any], several: bool, second: bool) -> Iterator[str]:
+def _cells(row: Mapping[str, Any], report: Mapping[str, Any], several: bool) -> Iterator[str]:
     yield row["family"]
     yield f"{row['density']:.3f}"
     yield f"{row['run_coverage']:.2f}"
@@ -56,9 +56,10 @@ def _cells(row: Mapping[str, Any], several: bool, second: bool) -> Iterator[str]
     yield _times(row["ratio"])
     if several:
         yield " ".join(_times(ratio) for ratio in row["by_clip"].values())
-    if second:
+    if report["beside"]:
         yield _second(row["beside"])
-    for peer in row["peers"].values():
+    for name in report["peers"]:
+        peer = row["peers"][name]
         yield f"{peer['tflops']:.0f}" if "tflops" in peer else NONE
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tessera_cupy import interop
 from tessera_cupy.attention import make_plan
-from tessera_cupy.bench import contest, gpu
+from tessera_cupy.bench import contest
 from tessera_cupy.bench.check import Expected, expect_rows
 from tessera_cupy.bench.families import Family
 from tessera_cupy.bench.gpu import Timing
@@ -137,16 +137,25 @@ def measure(
             second["check"] = request.check(other, expected)
             ours[BESIDE] = partial(request.run, other)
     calls, reasons = rivals.calls(mask, expected)
-    times = gpu.timings(ours | calls, lambda: None, warm_up=_WARM_UP, runs=_RUNS, cold=cold)
+    times, failed = contest.timings(
+        ours,
+        {name: {name: rival} for name, rival in calls.items()},
+        warm_up=_WARM_UP,
+        runs=_RUNS,
+        cold=cold,
+    )
 
     every, active = heads * tokens**2, mask.active_pairs()
     if second is not None and BESIDE in times:
         second |= _rate(times[BESIDE], active, head_dim)
-    shown: dict[str, Any] = {name: {"reason": reason} for name, reason in reasons.items()}
+    reasons |= failed
+    shown: dict[str, Any] = {}
     for peer in PEERS:
-        if peer.name in calls:
+        if peer.name in times:
             shown[peer.name] = _rate(times[peer.name], every if peer.dense else active, head_dim)
             shown[peer.name]["options"] = contest.options(peer, mask.block_size)
+        elif peer.name in reasons:
+            shown[peer.name] = {"reason": reasons[peer.name]}
     return {
         "family": case.family.name,
         "clip": case.clip,

@@ -116,15 +116,16 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(_wrong_file(f"{path} ({error})")) from error
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         raise ValueError(_wrong_file(f"{path}, which is none of schema {SCHEMA}"))
-    if report.get("bench") not in KINDS:
-        raise ValueError(_wrong_file(f"{path}, of {report.get('bench')!r}"))
+    bench = report.get("bench")
+    if not isinstance(bench, str) or bench not in KINDS:
+        raise ValueError(_wrong_file(f"{path}, of {bench!r}"))
     lacking = [key for key in _HEAD if key not in report]
     if lacking:
         raise ValueError(_wrong_file(f"{path}, which lacks {', '.join(lacking)}"))
     try:
         sheets_of(report)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        got = f"{path}, whose {report['bench']} has {type(error).__name__}: {error}"
+        got = f"{path}, whose {bench} has {type(error).__name__}: {error}"
         raise ValueError(_wrong_file(got)) from error
     return report
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tessera_cupy import interop
 from tessera_cupy.attention import block_sparse_attention
-from tessera_cupy.bench import contest, gpu
+from tessera_cupy.bench import contest
 from tessera_cupy.bench.check import expect_rows
 from tessera_cupy.bench.family_rates import BFLOAT16_NAN, Case, Request, report_body, report_head
 from tessera_cupy.bench.peers import SPARSE, Peer, Rival
@@ -70,7 +70,7 @@ def measure(
         NAMED: partial(whole, plan.spec.name),
         AUTO: partial(whole, "auto"),
     }
-    reasons = {}
+    reasons, theirs = {}, {}
     for name, rival in rivals.items():
         try:
             alone = rival.call(mask)
@@ -80,10 +80,10 @@ def measure(
         except Exception as error:  # a peer's own failure, of whatever type, is a result here
             problem = contest.reason_of(error)
         if problem is None:
-            calls |= {alone_of(name): alone, name: built}
+            theirs[name] = {alone_of(name): alone, name: built}
         else:
             reasons[name] = problem
-    times = gpu.timings(calls, lambda: None, warm_up=_WARM_UP, runs=_RUNS, cold=cold)
+    times, failed = contest.timings(calls, theirs, warm_up=_WARM_UP, runs=_RUNS, cold=cold)
     profile = plan.profile(q, k, v)
     return {
         "family": case.family.name,
@@ -95,7 +95,7 @@ def measure(
         "spread_ms": {name: time.spread for name, time in times.items()},
         "parts_ms": {name: value for name, value in vars(profile).items() if name != "on_gpu"},
         "made_on_gpu": profile.on_gpu,
-        "reasons": reasons,
+        "reasons": reasons | failed,
         "check": {
             "rows": check.rows,
             "error": check.error,

@@ -83,6 +83,8 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
                 f"{case['rule']}: select begins from the step before; from nothing it takes "
                 f"{case['ms'][ANEW]:.3f} ms"
             )
+        if case["dense_reason"]:
+            yield f"cuDNN beside {case['rule']}: {case['dense_reason']}"
         if not case["made_on_gpu"]:
             yield (f"{case['rule']}: the host makes this plan")
     if measured:

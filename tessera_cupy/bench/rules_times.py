@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy import interop
 from tessera_cupy.attention import block_sparse_attention, make_plan
-from tessera_cupy.bench import clips, gpu
+from tessera_cupy.bench import clips, contest
 from tessera_cupy.bench.check import expect
 from tessera_cupy.bench.kept import kept_in_raster
 from tessera_cupy.bench.rules import Rule
@@ -124,7 +124,8 @@ def measure(rule: Rule, given: Input, *, cold: bool = False) -> dict[str, Any]:
     Returns:
         JSON-able: the rule, its grid and parameters, the mask's figures, the plan, milliseconds of
         each part, TFLOP/s of active pairs of the attention alone, ``speedup`` of the complete call
-        over dense attention (None without torch), and the check.
+        over dense attention (None without it, with the ``dense_reason`` where it failed), and the
+        check.
     """
     cupy = interop.import_cupy()
     parts = _svg_parts(given) if rule.module is svg else _parts(rule, given)
@@ -140,10 +141,8 @@ def measure(rule: Rule, given: Input, *, cold: bool = False) -> dict[str, Any]:
     check = expected.check(out)
     parts.chosen.check()
 
-    calls = parts.calls
-    if gpu.has_torch():
-        calls[DENSE] = gpu.dense_call(*given.arrays, "CUDNN_ATTENTION")
-    times = gpu.timings(calls, lambda: None, warm_up=_WARM_UP, runs=_RUNS, cold=cold)
+    dense = contest.cudnn(given.arrays, DENSE)
+    times, reasons = contest.timings(parts.calls, dense, warm_up=_WARM_UP, runs=_RUNS, cold=cold)
     ms = {name: time.median for name, time in times.items()}
     heads, tokens, head_dim = out.shape[1:]
     pairs = mask.active_pairs() * (heads if mask.heads == 1 else 1)
@@ -168,6 +167,7 @@ def measure(rule: Rule, given: Input, *, cold: bool = False) -> dict[str, Any]:
         "ms": ms,
         "spread_ms": {name: time.spread for name, time in times.items()},
         "tflops": 4 * head_dim * pairs / ms[ATTENTION] / 1e9,
+        "dense_reason": reasons.get(DENSE),
         "speedup": ms[DENSE] / ms[COMPLETE] if DENSE in ms else None,
         "check": {
             "rows": check.rows,

@@ -108,10 +108,13 @@ def _about_mass(part: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator
 
 def _notes(part: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "TFLOP/s count active pairs. Masks of a table are timed in turns."
-    if part["dense"]:
+    dense = part["dense"] or {}
+    if "reason" in dense:
+        yield f"cuDNN's dense attention was not measured: {dense['reason']}"
+    elif dense:
         yield (
-            f"cuDNN's dense attention, {_sizes(part)}: {part['dense']['ms']:.3f} ms, "
-            f"{part['dense']['tflops']:.0f} TFLOP/s."
+            f"cuDNN's dense attention, {_sizes(part)}: {dense['ms']:.3f} ms, "
+            f"{dense['tflops']:.0f} TFLOP/s."
         )
     checks = [row["check"] for row in _measured(rows)]
     if checks:

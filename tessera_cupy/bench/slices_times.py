@@ -8,7 +8,7 @@ from typing import Any
 
 from tessera_cupy import interop
 from tessera_cupy.attention import make_plan
-from tessera_cupy.bench import gpu
+from tessera_cupy.bench import contest
 from tessera_cupy.bench.check import expect
 from tessera_cupy.bench.gpu import Timing
 from tessera_cupy.bench.slices_cases import Case
@@ -38,7 +38,7 @@ def measure(
     Returns:
         JSON-able: for each case its mask's figures, the plan, milliseconds and TFLOP/s of active
         pairs, and the check, or the ``reason`` why no plan serves it; milliseconds and TFLOP/s of
-        dense attention, None without torch.
+        dense attention or the ``reason`` why it has none, None without torch.
     """
     figures, calls = [], {}
     for case in cases:
@@ -47,16 +47,19 @@ def measure(
         if call is not None:
             calls[case.name] = call
         on_case()
-    if gpu.has_torch():
-        calls[DENSE] = gpu.dense_call(*cases[0].given.arrays, "CUDNN_ATTENTION")
-    times = gpu.timings(calls, lambda: None, warm_up=_WARM_UP, runs=_RUNS, cold=cold)
+    theirs = contest.cudnn(cases[0].given.arrays, DENSE)
+    times, reasons = contest.timings(calls, theirs, warm_up=_WARM_UP, runs=_RUNS, cold=cold)
 
     heads, tokens, head_dim = cases[0].given.host[0].shape[1:]
     for case, figure in zip(cases, figures, strict=True):
         if case.name in times:
             pairs = case.mask.active_pairs() * (heads if case.mask.heads == 1 else 1)
             figure |= _rate(times[case.name], pairs, head_dim)
-    dense = _rate(times[DENSE], heads * tokens**2, head_dim) if DENSE in times else None
+    dense: dict[str, Any] | None = None
+    if DENSE in times:
+        dense = _rate(times[DENSE], heads * tokens**2, head_dim)
+    elif DENSE in reasons:
+        dense = {"reason": reasons[DENSE]}
     return figures, dense
 
 
@@ -110,7 +113,7 @@ def with_ratios(
     rates = {case["rule"]: case["tflops"] for case in figures if "tflops" in case}
     for case in figures:
         if "tflops" in case:
-            against = {"of_blocks": rates.get(ratio_to), "of_dense": dense and dense["tflops"]}
+            against = {"of_blocks": rates.get(ratio_to), "of_dense": (dense or {}).get("tflops")}
             case |= {key: rate and case["tflops"] / rate for key, rate in against.items()}
 
 

@@ -26,8 +26,8 @@ def add_measurement(parser: argparse.ArgumentParser, bench: str, measure: Measur
     parser.add_argument(
         "--cold",
         action="store_true",
-        help="write a buffer larger than the L2 before each call (default: warm, as in a model "
-        "whose layers are small)",
+        help="write a buffer larger than the L2 before each call (default: warm, a call finds "
+        "there what the one before left)",
     )
     add_places(parser)
     add_json(parser)

@@ -9,6 +9,7 @@ import pytest
 
 from tessera_cupy.bench import attention, gpu, machine
 from tessera_cupy.bench.attention import Case
+from tessera_cupy.bench.attention_table import attention_sheets
 from tessera_cupy.plan import Plan
 
 
@@ -50,3 +51,29 @@ def test_without_torch_there_are_no_ratios(simulated: Any, monkeypatch: pytest.M
     assert report["dense"] == {}
     assert report["rows"][0]["ratios"] == {}
     assert report["rows"][0]["tflops"] > 0
+
+
+def test_a_backend_that_fails_has_a_reason_and_the_others_go_on(
+    simulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call_of(q: Any, k: Any, v: Any, backend: str) -> Any:
+        def call() -> None:
+            if backend == "CUDNN_ATTENTION":
+                raise RuntimeError("No available kernel.")
+            simulated.launch("dense", host=0.01, work=8.0)
+
+        return call
+
+    monkeypatch.setattr(gpu, "dense_call", call_of)
+    report = attention.run(128, 1, 16, (Case(64, 1.0),), lambda: None)
+    assert report["dense"]["cuDNN"] == {"reason": "RuntimeError: No available kernel."}
+    assert report["rows"][0]["ratios"] == {"FA2": pytest.approx(4.0)}
+    (sheet,) = attention_sheets({**report, "date": "2026-12-01", "l2": "warm"})
+    assert sheet.columns[-2:] == ["TFLOP/s", "/FA2"]
+    assert sheet.notes[-1] == "cuDNN was not measured: RuntimeError: No available kernel."
+
+
+def test_a_cold_run(simulated: Any) -> None:
+    report = attention.run(128, 1, 16, (Case(64, 1.0),), lambda: None, cold=True)
+    assert report["rows"][0]["ms"] == pytest.approx(2.0)
+    assert any(name.startswith("fill ") for name in simulated.log)

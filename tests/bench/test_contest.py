@@ -179,3 +179,35 @@ def test_a_failure_is_told_in_one_line_and_stops_nobody_else(
 def test_only_flex_is_told_options() -> None:
     assert contest.options(FLEX, (64, 64)) == {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
     assert contest.options(CUDNN, (64, 64)) == contest.options(FA2, (16, 16)) == {}
+
+
+def test_a_peer_that_fails_while_it_is_timed_leaves_all_turns(queue: Any) -> None:
+    calls_left = iter(range(4))
+
+    def tires() -> None:
+        if next(calls_left, None) is None:
+            raise RuntimeError("out of memory\nand more")
+        queue.launch("tires", host=0.01, work=5.0)
+
+    def works(name: str, work: float) -> Any:
+        return lambda: queue.launch(name, host=0.01, work=work)
+
+    times, reasons = contest.timings(
+        {"ours": works("ours", 2.0)},
+        {"a": {"a_kernel": works("a", 3.0), "a": tires}, "b": {"b": works("b", 4.0)}},
+        warm_up=1,
+        runs=2,
+        cold=False,
+    )
+    assert reasons == {"a": "RuntimeError: out of memory"}
+    assert {name: time.median for name, time in times.items()} == pytest.approx(
+        {"ours": 2.0, "b": 4.0}
+    )
+
+
+def test_our_own_failure_ends_the_run(queue: Any) -> None:
+    def fails() -> None:
+        raise RuntimeError("ours")
+
+    with pytest.raises(RuntimeError, match="ours"):
+        contest.timings({"ours": fails}, {}, warm_up=1, runs=1, cold=False)

@@ -19,6 +19,7 @@ from tessera_cupy.bench.families import FAMILIES
 from tessera_cupy.bench.families_run import run_families
 from tessera_cupy.bench.family_rates import OURS, sum_up
 from tessera_cupy.bench.peers import PEERS
+from tessera_cupy.bench.report import sheets_of, stamp
 from tessera_cupy.errors import NoGpuError
 from tessera_cupy.plan import Plan
 
@@ -99,6 +100,9 @@ def test_figures_of_a_case(simulated: Any) -> None:
     (row,) = report["rows"]
     assert row["ratio"] == pytest.approx(case["density"] * DENSE_MS / OUR_MS)
     assert f"Q64K64 random: {case['ms']:.3f} ms" in text
+    stamped = stamp(report, "families", words=[], cold=False)
+    (sheet,) = sheets_of(json.loads(json.dumps(stamped)))
+    assert dict(zip(sheet.columns, sheet.rows[0], strict=True))["10-90%"] == "2.000-2.000"
 
 
 def test_contestants_are_timed_in_turns(simulated: Any) -> None:
@@ -170,6 +174,33 @@ def test_a_peer_that_cannot_run_has_a_reason_in_its_row(
     assert report["rows"][0]["peers"]["flex"] == {"reason": "ValueError: block too small"}
     assert report["rows"][0]["ratio"] > 0
     assert report["passed"]
+
+
+def test_a_peer_that_fails_while_it_is_timed_has_a_reason(
+    simulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls_of = contest._calls_of
+
+    def tiring(peer: Any, arrays: Any) -> Any:
+        def make(mask: Any) -> Any:
+            call, left = calls_of(peer, arrays)(mask), iter(range(3))
+
+            def once_more() -> Any:
+                if next(left, None) is None:
+                    raise RuntimeError("out of memory")
+                return call()
+
+            return once_more
+
+        return make if peer.name == "fa2" else calls_of(peer, arrays)
+
+    monkeypatch.setattr(contest, "_calls_of", tiring)
+    report, _ = run(families=["dense"], grid=(1, 16, 16))
+    peers = report["rows"][0]["peers"]
+    assert list(peers) == ["cudnn", "fa2", "flex"]
+    assert peers["fa2"] == {"reason": "RuntimeError: out of memory"}
+    assert peers["cudnn"]["ms"] == pytest.approx(DENSE_MS)
+    assert peers["flex"]["ms"] == pytest.approx(FLEX_MS)
 
 
 SECOND = "attend_mma/q64k64/split-pack/longest"

@@ -69,7 +69,7 @@ def test_the_command_runs_on_the_models_grid(monkeypatch: pytest.MonkeyPatch) ->
         rules=["vsa", "longcat"], heads=1, clip="bikes", console=Console(file=io.StringIO())
     )
     assert report["passed"]
-    vsa, longcat = report["cases"]
+    vsa, longcat = report["rows"]
     assert (vsa["tokens"], longcat["tokens"]) == (75_600, 37_440)
     assert vsa["density"] == pytest.approx(0.1, abs=0.02)
     assert longcat["density"] == pytest.approx(0.125, abs=0.02)

@@ -36,7 +36,7 @@ def test_all_outputs_are_right(as_blocks: bool, monkeypatch: pytest.MonkeyPatch)
     )
     assert json.loads(json.dumps(report)) == report
     assert report["passed"], report
-    cases = report["cases"]
+    cases = report["rows"]
     assert len(cases) == (8 if as_blocks else 5) + 12
     if cupy.cuda.Device().compute_capability == "90":
         assert all(case["ms"] > 0 for case in cases)
@@ -44,4 +44,6 @@ def test_all_outputs_are_right(as_blocks: bool, monkeypatch: pytest.MonkeyPatch)
     mass = report["clip"]["mass"]
     assert 0 < mass < 1
     # A column of blocks is one of 30.
-    assert all(mass - 1e-9 <= case["mass"] <= mass + 0.1 for case in report["clip"]["cases"])
+    assert all(
+        mass - 1e-9 <= case["mass"] <= mass + 0.1 for case in cases if case["clip"] == "bikes"
+    )

@@ -13,9 +13,11 @@ from rich.console import Console
 
 from tessera_cupy.bench import gpu as timer
 from tessera_cupy.bench import request_run, request_times
+from tessera_cupy.bench.report import sheets_of, stamp
 from tessera_cupy.bench.request_run import run_request
-from tessera_cupy.bench.request_table import request_table
+from tessera_cupy.bench.request_table import request_sheets
 from tessera_cupy.bench.request_times import sum_up
+from tessera_cupy.bench.sheet import drawn
 from tessera_cupy.cli import main
 from tests.emulator.emulator import compiler
 from tests.emulator.gpu import EmulatedGpu
@@ -41,7 +43,7 @@ def run(**options: Any) -> dict[str, Any]:
             "head_dim": 64,
             "families": ["Q64K64", "Q32K32"],
             "clips": None,
-            "flex": True,
+            "peers": None,
             "masks": "random",
             "mask_cache": None,
             "regime": "attend_mma/q128k64/merge-pack/longest+split",
@@ -64,7 +66,10 @@ def test_requests_are_timed_and_checked(emulated: EmulatedGpu) -> None:
         assert row["ms"]["kernel"] == 2
         assert row["ms"]["named"] == 7
         assert row["preparation"]["named"] == {"ms": 5, "ratio": 2.5}
-        assert row["flex_reason"] is None
+        assert row["reasons"] == {}
+        assert row["spread_ms"]["named"] == [7, 7]
+    (sheet,) = sheets_of(stamp(report, "request", words=[], cold=False))
+    assert sheet.rows[0][3:7] == ["2.000", "7.000", "5.000", "250.0"]
     parts = report["cases"][0]["parts_ms"]
     assert {name: parts[name] for name in ("mask_state", "tiles", "tasks", "attention")} == {
         "mask_state": 2,
@@ -95,8 +100,9 @@ def case(family: str, clip: str, **changes: Any) -> dict[str, Any]:
         "density": 0.1,
         "plan": "attend_wgmma/q128k192/share-pack/longest+split",
         "ms": times,
+        "spread_ms": {name: [ms, 1.1 * ms] for name, ms in changes.get("ms", times).items()},
         "made_on_gpu": True,
-        "flex_reason": None,
+        "reasons": {},
         "check": {"passed": True, "error": 1e-3, "allowed": 1e-2},
         **changes,
     }
@@ -107,7 +113,7 @@ def test_families_are_summed_up_over_clips() -> None:
     rows = sum_up(
         [
             case("Q64K64", "bikes"),
-            case("Q64K64", "carphone", ms=second, flex_reason="no", density=0.2),
+            case("Q64K64", "carphone", ms=second, reasons={"flex": "no"}, density=0.2),
             case("Q16K16", "bikes", check={"passed": False}),
         ]
     )
@@ -117,13 +123,19 @@ def test_families_are_summed_up_over_clips() -> None:
     assert first["ms"] == pytest.approx({"kernel": 3.0, "named": 3.2, "auto": 3.35})
     assert first["preparation"]["named"] == pytest.approx({"ms": 0.2, "ratio": 0.2 / 3})
     assert set(first["preparation"]) == {"named", "auto"}
-    assert (first["flex_reason"], first["passed"]) == ("no", True)
+    assert (first["reasons"], first["passed"]) == ({"flex": "no"}, True)
+    assert first["spread_ms"]["named"] == pytest.approx([3.2, 3.52])
     assert rows[1]["preparation"]["flex"] == pytest.approx({"ms": 2.0, "ratio": 0.5})
     assert not rows[1]["passed"]
 
 
 REPORT: dict[str, Any] = {
     "gpu": "NVIDIA H200",
+    "driver": {"version": None, "cuda": "12.8"},
+    "versions": {},
+    "l2": "warm",
+    "peers": ["flex"],
+    "left_out": {},
     "tokens": 57600,
     "heads": 8,
     "head_dim": 128,
@@ -142,12 +154,12 @@ def test_the_table_has_a_row_for_each_family() -> None:
     without = {"kernel": 2.0, "named": 2.1, "auto": 2.3}
     report = report_of(
         case("Q64K64", "bikes"),
-        case("Q16K16", "bikes", ms=without, flex_reason="RuntimeError: no [such] tile"),
+        case("Q16K16", "bikes", ms=without, reasons={"flex": "RuntimeError: no [such] tile"}),
         case("Q32K32", "bikes", made_on_gpu=False, check={"passed": False}),
     )
     console = Console(width=160, highlight=False)
     with console.capture() as capture:
-        console.print(request_table({**report, "date": "2026-12-01"}), markup=False)
+        console.print(drawn(request_sheets({**report, "date": "2026-12-01"})), markup=False)
     lines = capture.get().splitlines()
 
     def cells(family: str) -> list[str]:
@@ -161,7 +173,7 @@ def test_the_table_has_a_row_for_each_family() -> None:
     assert cells("Q16K16") == ["Q16K16", "0.100", plan, "2.000", *times, "-", "-", "-"]
     assert cells("Q32K32")[3] == "WRONG"
     text = " ".join(" ".join(lines).split())
-    assert "FlexAttention on Q16K16: RuntimeError: no [such] tile" in text
+    assert "Flex on Q16K16: RuntimeError: no [such] tile" in text
     assert "Q32K32: the host makes this plan" in text
     assert "Q64K64: the host" not in text
 
@@ -178,11 +190,11 @@ def test_the_command(
         return report_of(case("Q64K64", "bikes", check=check))
 
     monkeypatch.setattr(request_run, "run_request", run_it)
-    arguments = ["--family", "Q64K64", "--no-flex", "--masks", "random", "--tokens", "4096"]
+    arguments = ["--family", "Q64K64", "--peers", "--masks", "random", "--tokens", "4096"]
     status = main(["bench", "request", "--json", *arguments])
     captured = capsys.readouterr()
     assert status == (0 if passed else 1)
     assert json.loads(captured.out)["rows"][0]["ms"]["named"] == 2.1
-    assert (asked["families"], asked["flex"], asked["masks"]) == (["Q64K64"], False, "random")
-    assert (asked["tokens"], asked["regime"]) == (4096, "auto")
+    assert (asked["families"], asked["peers"], asked["masks"]) == (["Q64K64"], [], "random")
+    assert (asked["tokens"], asked["regime"], asked["cold"]) == (4096, "auto", False)
     assert ("wrong output on Q64K64 bikes" in captured.err) is not passed

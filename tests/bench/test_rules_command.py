@@ -19,8 +19,9 @@ from tessera_cupy.bench import gpu as timer
 from tessera_cupy.bench import rules_run, rules_times
 from tessera_cupy.bench.rules import RULES
 from tessera_cupy.bench.rules_run import run_rules
-from tessera_cupy.bench.rules_table import rules_table
+from tessera_cupy.bench.rules_table import rules_sheets
 from tessera_cupy.bench.rules_times import Input, bfloat16_bits, measure
+from tessera_cupy.bench.sheet import drawn
 from tessera_cupy.cli import main
 from tessera_cupy.errors import MissingExtraError
 from tessera_cupy.sparsifiers import svg2
@@ -66,7 +67,7 @@ def test_a_call_is_checked_and_its_parts_timed(emulated: EmulatedGpu) -> None:
     assert json.loads(json.dumps(case)) == case
     assert (case["grid"], case["tokens"], case["heads"], case["head_dim"]) == ("2x8x12", 192, 2, 64)
     ms = case["ms"]
-    assert set(ms) == {"select", "orders", "attention", "complete"}
+    assert set(ms) == set(case["spread_ms"]) == {"select", "orders", "attention", "complete"}
     # An emulated launch takes a millisecond. Four arrays are moved; a plan is made in between.
     assert ms["orders"] == 4
     assert ms["complete"] > ms["select"] + ms["orders"] + ms["attention"] - 1e-9
@@ -74,6 +75,8 @@ def test_a_call_is_checked_and_its_parts_timed(emulated: EmulatedGpu) -> None:
     assert case["density"] == pytest.approx(1 / 6, abs=0.05)
     pairs = case["density"] * 2 * GRID.tokens**2
     assert case["tflops"] == pytest.approx(4 * 64 * pairs / ms["attention"] / 1e9)
+    (sheet,) = rules_sheets({**report_of(case), "date": "2026-12-01"})
+    assert sheet.rows[0][7] == "4.000"
 
 
 @needs_compiler
@@ -133,10 +136,12 @@ def case(rule: str, **changes: Any) -> dict[str, Any]:
         "published_density": [0.1, 0.1],
         "plan": "attend_wgmma/q128k192/share-pack/longest+split",
         "ms": times,
+        "spread_ms": {name: [ms, 1.25 * ms] for name, ms in changes.get("ms", times).items()},
         "made_on_gpu": True,
         "once_ms": None,
         "tflops": 512.4,
         "speedup": 4.0,
+        "dense_reason": None,
         "check": {"passed": True, "error": 1e-3, "allowed": 1e-2, "rows": 256},
         **changes,
     }
@@ -144,7 +149,9 @@ def case(rule: str, **changes: Any) -> dict[str, Any]:
 
 REPORT: dict[str, Any] = {
     "gpu": "NVIDIA H200",
+    "driver": {"version": None, "cuda": "12.8"},
     "versions": {},
+    "l2": "cold",
     "heads": 8,
     "dtype": "bfloat16",
     "masks": "regenerated from bikes.mp4",
@@ -153,7 +160,7 @@ REPORT: dict[str, Any] = {
 
 def report_of(*cases: dict[str, Any]) -> dict[str, Any]:
     passed = all(one["check"]["passed"] for one in cases if "check" in one)
-    return {**REPORT, "cases": list(cases), "passed": passed}
+    return {**REPORT, "rows": list(cases), "passed": passed}
 
 
 def test_the_table_has_a_row_for_each_rule() -> None:
@@ -165,12 +172,17 @@ def test_the_table_has_a_row_for_each_rule() -> None:
         case("sta", ms=fixed, once_ms=31.26, speedup=None, published_density=[0.165, 0.168]),
         case("svg", ms=routed, plan="svg_attention"),
         case("svg2", ms=again, published_density=None),
-        case("dilated", made_on_gpu=False, check={**case("")["check"], "passed": False}),
+        case(
+            "dilated",
+            made_on_gpu=False,
+            dense_reason="No [such] kernel",
+            check={**case("")["check"], "passed": False},
+        ),
         {"rule": "spargeattn", "clip": "bikes", "reason": "needs [a package]"},
     )
     console = Console(width=190, highlight=False)
     with console.capture() as capture:
-        console.print(rules_table({**report, "date": "2026-12-01"}), markup=False)
+        console.print(drawn(rules_sheets({**report, "date": "2026-12-01"})), markup=False)
     lines = capture.get().splitlines()
 
     def cells(rule: str) -> list[str]:
@@ -187,11 +199,16 @@ def test_the_table_has_a_row_for_each_rule() -> None:
     assert cells("svg2")[4] == "-"
     assert cells("dilated")[-3] == "WRONG"
     text = " ".join(" ".join(lines).split())
-    assert "NVIDIA H200, 2026-12-01: 8 heads, bfloat16. Masks: regenerated from bikes.mp4" in text
+    assert (
+        "NVIDIA H200, 2026-12-01: 8 heads, bfloat16. Masks: regenerated from bikes.mp4. "
+        "Medians, cold L2." in text
+    )
+    assert "spread by at most 25.0% of their median" in text
     assert "once: the mask depends on the grid alone" in text
     assert "svg: moves of tokens are in its attention" in text
     assert "svg2: select begins from the step before; from nothing it takes 8.500 ms" in text
     assert "dilated: the host makes this plan" in text
+    assert "cuDNN beside dilated: No [such] kernel" in text
     assert "vsa: the host" not in text
     assert "spargeattn was not measured: needs [a package]" in text
     assert "256 rows of each call: the largest error is 0.10" in text
@@ -207,15 +224,15 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             f"{clip} {grid} {heads}x{head_dim}" + (f" q x {sharpen}" if sharpen != 1 else "")
         )
 
-    def times(rule: Any, _: Any) -> dict[str, Any]:
+    def times(rule: Any, _: Any, *, cold: bool) -> dict[str, Any]:
         log.append(rule.name)
         if rule.name == "spargeattn":
             raise MissingExtraError("needs a package")
         return case(rule.name)
 
     monkeypatch.setattr(interop, "import_cupy", lambda: None)
-    monkeypatch.setattr(rules_run.gpu, "name", lambda: "a GPU")
-    monkeypatch.setattr(rules_run, "versions", lambda: {"cupy": "1"})
+    facts = {"gpu": "a GPU", "versions": {"cupy": "1"}}
+    monkeypatch.setattr(rules_run, "machine", lambda: facts)
     monkeypatch.setattr(rules_run, "Input", made)
     monkeypatch.setattr(rules_run, "measure", times)
     return log
@@ -233,16 +250,16 @@ def test_rules_of_one_grid_share_its_input(measured: list[str]) -> None:
         *["bikes 30x48x80 8x128", "sta", "radial"],
         *["bikes 21x45x80 8x128 q x 2.6", "svg2"],
     ]
-    assert [case["rule"] for case in report["cases"]] == ["vsa", "sta", "nabla", "radial", "svg2"]
+    assert [case["rule"] for case in report["rows"]] == ["vsa", "sta", "nabla", "radial", "svg2"]
     assert (report["gpu"], report["versions"], report["passed"]) == ("a GPU", {"cupy": "1"}, True)
 
 
 def test_all_rules_are_run_and_one_without_its_package_says_so(measured: list[str]) -> None:
     report = run(None)
-    assert [case["rule"] for case in report["cases"]] == list(RULES)
+    assert [case["rule"] for case in report["rows"]] == list(RULES)
     inputs = {(rule.grid, rule.sharpen) for rule in RULES.values()}
     assert len([line for line in measured if line.startswith("bikes ")]) == len(inputs)
-    reasons = {case["rule"]: case["reason"] for case in report["cases"] if "reason" in case}
+    reasons = {case["rule"]: case["reason"] for case in report["rows"] if "reason" in case}
     assert reasons == {"spargeattn": "needs a package"}
     with pytest.raises(MissingExtraError):
         run(["spargeattn"])
@@ -269,15 +286,21 @@ def test_the_command(
 
     monkeypatch.setattr(rules_run, "run_rules", run_it)
     arguments = ["--rule", "vsa", "--rule", "sta", "--heads", "2", "--clip", "carphone_pristine"]
+    arguments.append("--cold")
     status = main(["bench", "rules", "--json", *arguments])
     captured = capsys.readouterr()
     assert status == (0 if passed else 1)
     report = json.loads(captured.out)
-    assert report["cases"][0]["ms"]["complete"] == 2.75
+    assert report["rows"][0]["ms"]["complete"] == 2.75
     assert "date" in report
     assert "command" in report
     del asked["console"]
-    assert asked == {"rules": ["vsa", "sta"], "heads": 2, "clip": "carphone_pristine"}
+    assert asked == {
+        "rules": ["vsa", "sta"],
+        "heads": 2,
+        "clip": "carphone_pristine",
+        "cold": True,
+    }
     assert ("wrong output on vsa bikes" in captured.err) is not passed
     assert "spargeattn bikes was not measured: no package" in captured.err
 

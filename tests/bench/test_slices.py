@@ -18,9 +18,10 @@ from rich.console import Console
 from tessera_cupy import BlockMask, KeySlices, interop
 from tessera_cupy.bench import gpu as timer
 from tessera_cupy.bench import slices_cases, slices_mass, slices_run, slices_times
+from tessera_cupy.bench.sheet import drawn as drawn_sheets
 from tessera_cupy.bench.slices_cases import Case, Given, equal_mass_cases, random_cases
 from tessera_cupy.bench.slices_run import run_slices
-from tessera_cupy.bench.slices_table import slices_table
+from tessera_cupy.bench.slices_table import slices_sheets
 from tessera_cupy.bench.slices_times import measure, with_ratios, with_time_ratios
 from tessera_cupy.cli import main
 from tessera_cupy.errors import MissingExtraError
@@ -218,6 +219,11 @@ def test_outputs_are_checked_and_timed(emulated: EmulatedGpu) -> None:
         assert case["ms"] > 0
         pairs = case["density"] * 2 * GRID.tokens**2
         assert case["tflops"] == pytest.approx(4 * 64 * pairs / case["ms"] / 1e9)
+    with_ratios(figures, dense, slices_cases.RATIO_TO)
+    report = report_of(rows=[]) | {"rows": figures}
+    del report["clip"]["name"]  # without a mass there is no table of the clip
+    (sheet,) = slices_sheets(report)
+    assert [row[0] for row in sheet.rows] == [case["rule"] for case in figures]
     by_name = {case["rule"]: case for case in figures}
     for group, side in ((128, "retain"), (64, "share"), (192, "split")):
         case = by_name[f"slices of {group}"]
@@ -272,7 +278,7 @@ def test_ratios() -> None:
     with_time_ratios(cases)
     assert [case.get("of_fastest_blocks") for case in cases] == [1.0, 0.75, None, 1.5]
     alone = [cases[1]]
-    with_ratios(alone, None, "blocks 128x128")
+    with_ratios(alone, {"reason": "no kernel"}, "blocks 128x128")
     with_time_ratios(alone)
     names = ("of_blocks", "of_dense", "of_fastest_blocks")
     assert [alone[0][name] for name in names] == [None, None, None]
@@ -289,6 +295,7 @@ def case(rule: str, clip: str, **changes: Any) -> dict[str, Any]:
         "density": 0.1,
         "plan": "attend_wgmma/q128k192/share-gather/longest+split",
         "ms": 2.5,
+        "spread_ms": [2.4, 2.75],
         "tflops": 512.4,
         "check": CHECK,
         **changes,
@@ -303,18 +310,19 @@ def report_of(**clip: Any) -> dict[str, Any]:
         {"rule": "slices of 192", "clip": "random", "reason": "needs [another GPU]"},
     ]
     part = {"tokens": 32760, "heads": 4, "head_dim": 128, "name": "bikes", "grid": "21x30x52"}
-    made = {**part, "dense": None, "cases": [], **clip}
-    dense = {"ms": 20.25, "tflops": 650.3}
-    cases = [*drawn_cases, *made["cases"]]
+    rows = [*drawn_cases, *clip.pop("rows", [])]
+    dense = {"ms": 20.25, "spread_ms": [20.0, 21.0], "tflops": 650.3}
     return {
         "gpu": "NVIDIA H200",
         "date": "2026-12-01",
+        "driver": {"version": None, "cuda": "12.8"},
         "versions": {},
+        "l2": "warm",
         "dtype": "bfloat16",
-        "random": {**sizes, "cases": drawn_cases, "dense": dense},
-        "clip": made,
-        "cases": cases,
-        "passed": all(one["check"]["passed"] for one in cases if "check" in one),
+        "random": {**sizes, "dense": dense},
+        "clip": {**part, "dense": None, **clip},
+        "rows": rows,
+        "passed": all(one["check"]["passed"] for one in rows if "check" in one),
     }
 
 
@@ -326,7 +334,7 @@ def equal(rule: str, order: str, **changes: Any) -> dict[str, Any]:
 def shown(report: dict[str, Any]) -> tuple[list[list[str]], str]:
     console = Console(width=190, highlight=False)
     with console.capture() as capture:
-        console.print(slices_table(report), markup=False)
+        console.print(drawn_sheets(slices_sheets(report)), markup=False)
     lines = capture.get().splitlines()
     rows = [line.strip().strip("│").split("│") for line in lines if line.strip().startswith("│")]
     return [[cell.strip() for cell in row] for row in rows], " ".join(" ".join(lines).split())
@@ -335,13 +343,35 @@ def shown(report: dict[str, Any]) -> tuple[list[list[str]], str]:
 def test_the_tables() -> None:
     wrong = {**CHECK, "passed": False, "error": 0.02}
     blocks = equal("blocks 64x64, means", "tiles", check=wrong)
-    rows, text = shown(report_of(mass=0.46466, cases=[equal("slices of 64", "raster"), blocks]))
+    rows, text = shown(report_of(mass=0.46466, rows=[equal("slices of 64", "raster"), blocks]))
     plan = "wgmma share-gather"
     assert rows == [
-        ["blocks 128x128", "0.100", plan, "2.500", "512", "1.00", "0.90"],
-        ["slices of 64", "0.100", plan, "2.500", "512", "0.84", "-"],
-        ["slices of 64", "raster", "9,828", "0.100", "0.465", plan, "2.500", "512", "0.70"],
-        ["blocks 64x64, means", "tiles", "9,828", "0.100", "0.465", plan, "2.500", "WRONG", "0.70"],
+        ["blocks 128x128", "0.100", plan, "2.500", "2.400-2.750", "512", "1.00", "0.90"],
+        ["slices of 64", "0.100", plan, "2.500", "2.400-2.750", "512", "0.84", "-"],
+        [
+            "slices of 64",
+            "raster",
+            "9,828",
+            "0.100",
+            "0.465",
+            plan,
+            "2.500",
+            "2.400-2.750",
+            "512",
+            "0.70",
+        ],
+        [
+            "blocks 64x64, means",
+            "tiles",
+            "9,828",
+            "0.100",
+            "0.465",
+            plan,
+            "2.500",
+            "2.400-2.750",
+            "WRONG",
+            "0.70",
+        ],
     ]
     assert "NVIDIA H200, 2026-12-01: 57,600 tokens, 8 heads, head dim 128, bfloat16" in text
     assert "cuDNN's dense attention, 57,600 tokens, 8 heads, head dim 128: 20.250 ms, 650" in text
@@ -356,9 +386,15 @@ def test_the_tables() -> None:
 
 def test_without_a_clip_there_is_one_table() -> None:
     lacking = {"rule": "equal mass", "clip": "bikes", "reason": "no package"}
-    rows, text = shown(report_of(cases=[lacking]))
+    rows, text = shown(report_of(rows=[lacking]))
     assert len(rows) == 2
     assert "equal mass was not measured: no package" in text
+
+
+def test_dense_attention_that_failed_has_its_reason() -> None:
+    report = report_of(rows=[])
+    report["random"]["dense"] = {"reason": "RuntimeError: no kernel"}
+    assert "attention was not measured: RuntimeError: no kernel" in shown(report)[1]
 
 
 @pytest.fixture
@@ -376,18 +412,18 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked["clip"] = (name, str(grid), heads, head_dim)
         return SimpleNamespace(arrays=(q, k, v), host=(q, k, v))
 
-    def times(cases: Any, clip: str, on_case: Any) -> Any:
+    def times(cases: Any, clip: str, on_case: Any, *, cold: bool) -> Any:
         kinds = ["slices" if isinstance(one.mask, KeySlices) else "blocks" for one in cases]
         figures = [
             {"rule": one.name, "clip": clip, "mask": {"kind": kind}, **one.facts, "check": CHECK}
-            | {"ms": 2.0, "tflops": 100.0}
+            | {"ms": 2.0, "spread_ms": [2.0, 2.0], "tflops": 100.0}
             for one, kind in zip(cases, kinds, strict=True)
         ]
-        return figures, {"ms": 10.0, "tflops": 200.0}
+        return figures, {"ms": 10.0, "spread_ms": [9.0, 11.0], "tflops": 200.0}
 
     monkeypatch.setattr(interop, "import_cupy", lambda: None)
-    monkeypatch.setattr(timer, "name", lambda: "a GPU")
-    monkeypatch.setattr(slices_run, "versions", lambda: {"cupy": "1"})
+    facts = {"gpu": "a GPU", "versions": {"cupy": "1"}}
+    monkeypatch.setattr(slices_run, "machine", lambda: facts)
     monkeypatch.setattr(slices_run, "GRID", GRID)
     monkeypatch.setattr(slices_run, "Request", request)
     monkeypatch.setattr(slices_run, "Input", clip)
@@ -408,13 +444,15 @@ def test_the_run(measured: dict[str, Any], small: None) -> None:
     assert (report["gpu"], report["versions"], report["passed"]) == ("a GPU", {"cupy": "1"}, True)
     names = ["blocks 128x128", "blocks 64x64"]
     names += [f"slices of {group}" for group in (128, 64, 192)]
-    assert [one["rule"] for one in report["random"]["cases"]] == names
-    assert report["random"]["cases"][2]["of_blocks"] == 1.0
-    assert report["random"]["cases"][2]["of_dense"] == 0.5
-    assert len(report["clip"]["cases"]) == 12
-    assert report["clip"]["cases"][0]["of_fastest_blocks"] == 1.0
-    assert report["clip"]["mass"] == pytest.approx(report["clip"]["cases"][0]["mass"])
-    assert report["cases"] == report["random"]["cases"] + report["clip"]["cases"]
+    drawn, of_clip = report["rows"][:5], report["rows"][5:]
+    assert [one["rule"] for one in drawn] == names
+    assert {one["clip"] for one in drawn} == {"random"}
+    assert drawn[2]["of_blocks"] == 1.0
+    assert drawn[2]["of_dense"] == 0.5
+    assert len(of_clip) == 12
+    assert {one["clip"] for one in of_clip} == {"bikes"}
+    assert of_clip[0]["of_fastest_blocks"] == 1.0
+    assert report["clip"]["mass"] == pytest.approx(of_clip[0]["mass"])
 
 
 def test_a_run_without_clips_says_so(
@@ -425,7 +463,7 @@ def test_a_run_without_clips_says_so(
 
     monkeypatch.setattr(slices_run, "Input", lacks)
     report = run()
-    assert report["cases"][-1] == {
+    assert report["rows"][-1] == {
         "rule": "equal mass",
         "clip": "bikes",
         "reason": "needs a package",
@@ -456,7 +494,7 @@ def test_the_command(
     def run_it(**arguments: Any) -> dict[str, Any]:
         asked.update(arguments)
         check = {**CHECK, "passed": passed}
-        return report_of(mass=0.4, cases=[equal("slices of 64", "raster", check=check)])
+        return report_of(mass=0.4, rows=[equal("slices of 64", "raster", check=check)])
 
     monkeypatch.setattr(slices_run, "run_slices", run_it)
     arguments = ["--tokens", "4096", "--heads", "2", "--head-dim", "64", "--density", "0.3"]
@@ -465,7 +503,7 @@ def test_the_command(
     captured = capsys.readouterr()
     assert status == (0 if passed else 1)
     report = json.loads(captured.out)
-    assert report["clip"]["cases"][0]["ms"] == 2.5
+    assert report["rows"][3]["ms"] == 2.5
     assert "date" in report
     assert "command" in report
     del asked["console"]
@@ -476,6 +514,7 @@ def test_the_command(
         "density": 0.3,
         "clip": "carphone_pristine",
         "as_blocks": True,
+        "cold": False,
     }
     assert ("wrong output on slices of 64, raster bikes" in captured.err) is not passed
     assert "slices of 192 random was not measured: needs [another GPU]" in captured.err
