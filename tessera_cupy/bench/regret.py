@@ -96,10 +96,10 @@ def report(table: Table, measurements: Measurements, kind: Callable[[Case], str]
     worst = sorted(judged, key=lambda one: (-one.ratio, one.case.name))[:10]
     return {
         "all": _numbers([one.ratio for one in judged]),
-        "kinds": {
-            name: _numbers([one.ratio for one in judged if kind(one.case) == name])
+        "rows": [
+            {"kind": name, **_numbers([one.ratio for one in judged if kind(one.case) == name])}
             for name in kinds
-        },
+        ],
         "slower_than_dense": sum(
             one.case.dense_ms is not None
             and one.case.times()[one.chosen] > 1.03 * one.case.dense_ms

@@ -7,18 +7,16 @@ made and tried, as software without a table does, beside the table's request.
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tessera_cupy import interop
+from tessera_cupy import __version__, interop
 from tessera_cupy.attention import block_sparse_attention, make_plan
+from tessera_cupy.bench.machine import machine as machine_here
 from tessera_cupy.bench.profile_cases import (
     HELD_OUT_CLIP,
     HELD_OUT_LAYERS,
@@ -118,16 +116,23 @@ def run_regret(
         if keep is not None:
             held.write(keep)
     judged = _table(table, held.arch)
+    machine = machine_of(held) if measurements is not None or model else machine_here()
     return {
-        "device": held.device,
+        **machine,
+        "dtype": "bfloat16",
         "provenance": held.provenance,
-        "table": str(judged.document.path),
+        "clip": HELD_OUT_CLIP,
+        "table": judged.document.path.name,
         "table_provenance": judged.document.provenance,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": shlex.join(["tessera-cupy", *sys.argv[1:]]),
         **report(judged, held, kind_name),
         "search": _summed(search) if search else None,
     }
+
+
+def machine_of(held: Measurements) -> dict[str, Any]:
+    """What a report says of a GPU that is not here."""
+    driver = {"version": None, "cuda": None}
+    return {"gpu": held.device, "driver": driver, "versions": {"tessera_cupy": __version__}}
 
 
 def kind_name(case: Case) -> str:

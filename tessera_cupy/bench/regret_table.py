@@ -1,62 +1,70 @@
-"""The report of ``bench regret`` as tables for a terminal."""
+"""The report of ``bench regret`` as tables for people."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from tessera_cupy.bench.families_table import short_plan
+from tessera_cupy.bench.sheet import Sheet
 
+NAME = "regret"
 _WORST = 5
 
 
-def regret_table(report: Mapping[str, Any]) -> RenderableType:
-    """Regret by kind, the worst cases, and what mapping, organization and searching come to."""
+def regret_sheets(report: Mapping[str, Any]) -> list[Sheet]:
+    """A row for each kind of mask, and one for all.
+
+    Args:
+        report: see :mod:`tessera_cupy.bench.report`.
+    """
+    how = "predicted by the cost model" if report["provenance"] == "model" else "measured"
     title = (
-        f"{report['table']} ({report['table_provenance']}), {report['device']}, {report['date']}"
+        f"{report['gpu']}, {report['date']}, {report['dtype']}, times {how}. Regret of the table "
+        f"{report['table']} ({report['table_provenance']}): time of its plan by that of the best "
+        f"plan, on masks of {report['clip']} that no profile has seen."
     )
-    kinds = Table(title=title)
-    kinds.add_column("kind")
-    for name in ("cases", "mean", "P95", "P99", "within 3%"):
-        kinds.add_column(name, justify="right")
-    for name, r in (*report["kinds"].items(), ("all", report["all"])):
-        kinds.add_row(
-            name,
-            str(r["cases"]),
-            f"{r['mean']:.4f}",
-            f"{r['p95']:.3f}",
-            f"{r['p99']:.3f}",
-            f"{100 * r['close']:.1f}%",
-        )
-    worst = Table(title="Largest regrets")
-    for name in ("mask", "chosen", "best"):
-        worst.add_column(name, overflow="fold")
-    worst.add_column("ratio", justify="right")
-    for one in report["worst"][:_WORST]:
-        worst.add_row(one["case"], one["chosen"], one["best"], f"{one['ratio']:.3f}")
-    return Group(kinds, worst, Text("\n".join(_lines(report))))
+    rows = [
+        [
+            row["kind"],
+            str(row["cases"]),
+            f"{row['mean']:.4f}",
+            f"{row['p95']:.3f}",
+            f"{row['p99']:.3f}",
+            f"{100 * row['close']:.1f}%",
+        ]
+        for row in (*report["rows"], {"kind": "all", **report["all"]})
+    ]
+    columns = ["kind", "cases", "geometric mean", "P95", "P99", "within 3%"]
+    return [Sheet(NAME, title, columns, rows, _notes(report), frozenset({"kind"}))]
 
 
-def _lines(report: Mapping[str, Any]) -> list[str]:
-    lines = []
+def _notes(report: Mapping[str, Any]) -> list[str]:
+    notes = []
     ablation = report["ablation"]
     if ablation:
-        lines.append(
-            "Over retained blocks in the order of rows (geometric means): best mapping "
-            f"{ablation['mapping']:.2f}, with organization {ablation['full']:.2f}, the table "
-            f"{ablation['table']:.2f}."
+        notes.append(
+            "Over retained blocks in the order of rows, as geometric means: the best mapping "
+            f"{ablation['mapping']:.2f}, with organization {ablation['full']:.2f}, the table's "
+            f"plans {ablation['table']:.2f}."
         )
     if report["slower_than_dense"]:
-        lines.append(
+        notes.append(
             f"Slower than dense attention by over 3%: {report['slower_than_dense']} cases."
         )
     search = report["search"]
     if search:
-        lines.append(
-            f"Trying every plan takes {search['cold']:.1f} times as long as a new mask's request, "
-            f"{search['warm']:.1f} times as long as a known mask's, and over "
+        notes.append(
+            f"To try every plan takes {search['cold']:.1f} times as long as a new mask's request "
+            f"by the table, {search['warm']:.1f} times as long as a known mask's, and over "
             f"{search['passes']} calls of one mask {search['amortized']:.1f} times."
         )
-    return lines
+    worst = [
+        f"{one['case']} {one['ratio']:.3f} ({short_plan(one['chosen'])} in place of "
+        f"{short_plan(one['best'])})"
+        for one in report["worst"][:_WORST]
+        if one["ratio"] > 1
+    ]
+    if worst:
+        notes.append(f"Largest: {'; '.join(worst)}.")
+    return notes

@@ -5,7 +5,8 @@ have:
 
 ==============  =================================================================================
 ``schema``      1; it rises when a key changes its meaning or goes
-``bench``       the command's name: ``attention``, ``families``, ``request``, ``rules``, ``slices``
+``bench``       the command's name: ``attention``, ``families``, ``request``, ``rules``, ``slices``,
+                ``regret``
 ``date``        the day that it ended, UTC, as ``2026-12-01``
 ``command``     the command line
 ``gpu``         the GPU's name
@@ -24,13 +25,15 @@ stands for a measured time, of a peer or of dense attention, ``spread_ms`` stand
 ``tflops`` counts 4 * d operations for each active pair of a query and a key, of dense attention
 for every pair.
 
+``regret`` has ratios of times in place of times, in a row for each kind of mask.
+
 All but ``attention`` check outputs and have ``passed``, whether all were right, with a ``check``
 for each mask. ``families`` and ``request`` have ``cases``, the figures of each mask, of which the
 rows are means over clips (of ``spread_ms`` of its ends), ``peers``, who took part, and
 ``left_out``, by name why others did not. Numbers that are not finite are null.
 
 >>> sorted(KINDS)
-['attention', 'families', 'request', 'rules', 'slices']
+['attention', 'families', 'regret', 'request', 'rules', 'slices']
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from tessera_cupy.bench import (
     attention_table,
     families_table,
     markers,
+    regret_table,
     request_table,
     rules_table,
     slices_table,
@@ -72,6 +76,7 @@ class Kind(NamedTuple):
 KINDS = {
     "attention": Kind(attention_table.attention_sheets, (attention_table.NAME,)),
     "families": Kind(families_table.families_sheets, (families_table.NAME,)),
+    "regret": Kind(regret_table.regret_sheets, (regret_table.NAME,)),
     "request": Kind(request_table.request_sheets, (request_table.NAME,)),
     "rules": Kind(rules_table.rules_sheets, (rules_table.NAME,)),
     "slices": Kind(slices_table.slices_sheets, (slices_table.RANDOM, slices_table.CLIP)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from tessera_cupy.cli.measured import add_places, show
 from tessera_cupy.cli.output import Commands, Output, add_json
 from tessera_cupy.kernels.arch import ARCHS
 
@@ -40,15 +42,18 @@ def add_to(kinds: Commands) -> None:
         help="judge on these, that --keep wrote, in place of measuring",
     )
     regret.add_argument("--keep", type=Path, metavar="FILE.npz", help="write the measurements")
+    add_places(regret)
     add_json(regret)
     regret.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace, output: Output) -> int:
+    from tessera_cupy.bench import markers, report
     from tessera_cupy.bench.regret_run import run_regret
-    from tessera_cupy.bench.regret_table import regret_table
 
-    report = run_regret(
+    if args.into:
+        markers.check(args.into, report.places("regret", args.marker))
+    found = run_regret(
         table=args.table,
         measurements=args.measurements,
         cases=args.cases,
@@ -58,5 +63,4 @@ def _run(args: argparse.Namespace, output: Output) -> int:
         keep=args.keep,
         console=output.console,
     )
-    output.show(report, regret_table(report))
-    return 0
+    return show(report.stamp(found, "regret", words=sys.argv[1:], cold=False), args, output)

@@ -146,6 +146,9 @@ def test_a_profiled_table_is_judged_on_other_masks(tmp_path, capsys):
     status, offline, _ = run(capsys, *again)
     assert status == 0
     assert (offline["all"], offline["worst"]) == (report["all"], report["worst"])
+    (tmp_path / "page.md").write_text("<!-- bench:regret -->\n<!-- /bench:regret -->\n")
+    assert run(capsys, *again, "--into", tmp_path / "page.md")[0] == 0
+    assert "| all | 6 | 1.0000 |" in (tmp_path / "page.md").read_text()
 
 
 def test_the_regret_is_shown_as_tables(tmp_path, capsys):
@@ -153,7 +156,7 @@ def test_the_regret_is_shown_as_tables(tmp_path, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "within 3%" in shown
-    assert "Largest regrets" in shown
+    assert "Regret of the table sm80.yaml (default)" in shown
 
 
 def test_regret_refuses_no_cases(capsys):

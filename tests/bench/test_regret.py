@@ -40,7 +40,8 @@ def test_regret_is_the_chosen_plan_s_time_by_the_best_one_s(table):
     assert found["all"]["mean"] == pytest.approx((1.25 * 2) ** (1 / 4), abs=1e-6)
     assert found["all"]["close"] == 0.5
     assert found["worst"][0]["case"] == "case 2"
-    assert found["kinds"]["case 1"]["mean"] == 1.25
+    assert found["rows"][1]["kind"] == "case 1"
+    assert found["rows"][1]["mean"] == 1.25
 
 
 def test_a_plan_that_does_not_serve_gives_way_to_the_next(table):
