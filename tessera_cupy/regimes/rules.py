@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from tessera_cupy.errors import wrong
@@ -45,7 +46,7 @@ class Rule:
     plans: tuple[PlanSpec, ...]
     why: str
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The requests that match, such as ``q64 d128 density<0.3``."""
         bounds = bucket_name(self.when)
