@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from tessera_cupy.cost import predict
 from tessera_cupy.interop import GPU_DTYPES
 from tessera_cupy.kernels.launch import TASK
 from tessera_cupy.mapping import issued_pairs, useful_fraction
@@ -44,7 +45,8 @@ def summary(plan: Plan) -> dict[str, Any]:
     Issued work and the useful fraction are those of the plan's kernel: a warp or a warpgroup
     skips the steps in which none of its rows takes part. Bytes are those of one run: K and V rows
     loaded from L2 or memory over all tasks, q read and o written once, and the plan's own arrays
-    in GPU memory. Times are not predicted.
+    in GPU memory. Under ``"predicted"`` is what the cost model says of the attention on a GPU of
+    the plan's architecture; it is not measured.
     """
     request, tiles, tasks = plan.request, plan.tiles(), plan.tasks()
     part = plan.config.rows_together
@@ -56,6 +58,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     if tiles.frag_gathered is not None:
         gathered_rows = int(tiles.frag_len[tiles.frag_gathered].sum(dtype="int64"))
     pairs = plan.mask.active_pairs() * per_mask_head
+    predicted = predict(plan)
     return {
         "name": plan.spec.name,
         "regime": plan.choice.regime,
@@ -98,6 +101,11 @@ def summary(plan: Plan) -> dict[str, Any]:
         "split_tiles": len(tasks.merge_tile),
         "flops": 4 * request.head_dim * pairs,
         "issued_flops": 4 * request.head_dim * issued_pairs(tiles, part) * per_mask_head,
+        "predicted": {
+            "gpu": predicted.gpu.name,
+            "ms": predicted.ms,
+            "bound": predicted.bound,
+        },
         "bytes": {
             "kv_loaded": int(2 * loaded_rows * row_bytes * per_mask_head),
             "q_and_o": 2 * request.batch * request.q_heads * request.sq * row_bytes,
@@ -187,7 +195,12 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_scaled(s['flops'], 'FLOP')} active, {_scaled(s['issued_flops'], 'FLOP')} issued; "
             f"{_scaled(loaded, 'B')} of K and V loaded",
         ),
+        ("predicted", _predicted(s["predicted"])),
     ]
+
+
+def _predicted(p: dict[str, Any]) -> str:
+    return f"{p['ms']:.3g} ms on {p['gpu']}, bound by {p['bound']}; by the cost model, not measured"
 
 
 def _blocks(plan: Plan) -> str:
