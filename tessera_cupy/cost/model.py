@@ -244,8 +244,8 @@ def component_cycles(work: Work, config: KernelConfig, gpu: Gpu) -> dict[str, ND
         (N,) for ``"matrix"``, ``"softmax"`` and ``"L2"``.
     """
     costs = COSTS[config.kernel]
-    scores = work.parts.sum(axis=1) * float(config.rows_together * config.tile_kv)
-    masked = work.masked.sum(axis=1) * float(config.rows_together * config.tile_kv)
+    size = config.rows_together * config.tile_kv * (1.0 if costs.persistent else _lopsided(work))
+    scores, masked = work.parts.sum(axis=1) * size, work.masked.sum(axis=1) * size
     row_bytes = 2 * 2 * config.head_dim  # of K and V
     copies = work.rows * (row_bytes / 16)
     softmax = scores * (1 / gpu.ex2 + costs.score / _LANES)
@@ -258,6 +258,16 @@ def component_cycles(work: Work, config: KernelConfig, gpu: Gpu) -> dict[str, ND
         "softmax": softmax,
         "L2": rows * row_bytes * np.where(work.twins, 0.5, 1.0) / share,
     }
+
+
+def _lopsided(work: Work) -> float:
+    """How many times as long a multiprocessor takes as if its quarters had equal work.
+
+    Each warp of a CTA is on a quarter of its own, which is the same in every CTA; so where all
+    tiles leave the same warp without rows, its quarter has nothing to do. A warpgroup is on all.
+    """
+    of_parts = work.parts.sum(axis=0)
+    return float(of_parts.max(initial=0) * len(of_parts) / max(1, of_parts.sum()))
 
 
 def _together(parts: dict[str, NDArray[np.float64]], p: float) -> NDArray[np.float64]:

@@ -75,6 +75,19 @@ def test_two_tasks_on_one_slot_run_one_after_the_other() -> None:
     assert found.busy == pytest.approx(1)
 
 
+def test_a_persistent_kernel_takes_tasks_in_turn_and_the_other_as_slots_are_free() -> None:
+    # Tiles of 9, 3, 3 and 3 blocks: 3, 1, 1 and 1 steps of 192 columns, 9, 3, 3, 3 of 64.
+    keep = np.zeros((4, 9), bool)
+    keep[0], keep[1:, :3] = True, True
+    regime = "attend_wgmma/q128k192/retain-pack/rows"
+    turns = predict(planned(keep, (128, 64), regime, "sm_90a"), toy("sm_90a", 2))
+    assert turns.slot.tolist() == [0, 1, 0, 1]
+    wide = planned(keep, (128, 64), "attend_mma/q128k64/retain-pack/rows", "sm_80")
+    assert wide.config.ctas_per_sm(wide.request.arch) == 2
+    free = predict(wide, toy("sm_80"))
+    assert free.slot.tolist() == [0, 1, 1, 1]
+
+
 def test_ctas_of_one_multiprocessor_share_it() -> None:
     # 3 CTAs fit: each task takes three times as long, and three run at a time.
     plan = planned(np.ones((3, 1)), (64, 64), MMA, "sm_80")
@@ -108,6 +121,15 @@ def test_half_a_tile_has_half_the_products() -> None:
     one = predict(planned([[1, 1, 1], [0, 0, 0]], (64, 64), regime, "sm_90a"), gpu)
     assert both.bounds["matrix"] == 2 * one.bounds["matrix"]
     assert both.bounds["L2"] == one.bounds["L2"]
+
+
+def test_warps_without_rows_leave_a_quarter_of_the_multiprocessor_idle() -> None:
+    # Blocks of 32 rows: two of four warps, in both tiles, or all four by merge.
+    half = predict(planned([[1]] * 2, (32, 64), MMA, "sm_80"), toy("sm_80"))
+    whole = predict(planned([[1]] * 2, (32, 64), MMA.replace("retain", "merge"), "sm_80"))
+    assert half.bounds["matrix"] == pytest.approx(2 * 512e-6)
+    assert half.bounds["softmax"] == pytest.approx(2 * 256e-6)
+    assert len(whole.cycles) == 1
 
 
 def test_masked_steps_and_copies_cost_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

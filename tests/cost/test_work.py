@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -116,6 +118,18 @@ def test_an_empty_mask_does_nothing() -> None:
     assert len(work) == 2
     assert work.parts.shape == work.masked.shape == (2, 4)
     assert not any(a.any() for a in (work.steps, work.parts, work.masked, work.rows))
+
+
+def test_a_fragment_without_members_is_loaded_by_nobody() -> None:
+    mask = BlockMask.from_dense(np.ones((1, 2), bool), (64, 64))
+    plan = planned(mask, "attend_mma/q64k64/retain-pack/rows", "sm_80")
+    tiles = plan.tiles()
+    members = tiles.frag_members.copy()
+    members[1] = 0
+    work = count_work(replace(tiles, frag_members=members), plan.tasks(), plan.config)
+    assert work.steps.tolist() == [2]
+    assert work.parts.tolist() == [[1, 1, 1, 1]]
+    assert work.rows.tolist() == [64]
 
 
 def test_equal_lists_are_twins() -> None:
