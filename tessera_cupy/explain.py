@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from tessera_cupy.cost import predict
 from tessera_cupy.interop import GPU_DTYPES
 from tessera_cupy.kernels.launch import TASK
 from tessera_cupy.mapping import issued_pairs, useful_fraction
@@ -45,7 +46,8 @@ def summary(plan: Plan) -> dict[str, Any]:
     Issued work and the useful fraction are those of the plan's kernel: a warp or a warpgroup
     skips the steps in which none of its rows takes part. Bytes are those of one run: K and V rows
     loaded from L2 or memory over all tasks, q read and o written once, and the plan's own arrays
-    in GPU memory. Times are not predicted.
+    in GPU memory. Under ``"predicted"`` is what the cost model says of the attention on a GPU of
+    the plan's architecture; it is not measured.
     """
     request, tiles, tasks = plan.request, plan.tiles(), plan.tasks()
     part = plan.config.rows_together
@@ -59,6 +61,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     pairs = plan.mask.active_pairs() * per_mask_head
     issued = issued_pairs(tiles, part) * per_mask_head
     all_pairs = request.batch * request.q_heads * request.sq * request.skv
+    predicted = predict(plan)
     return {
         "name": plan.spec.name,
         "regime": plan.choice.regime,
@@ -103,6 +106,11 @@ def summary(plan: Plan) -> dict[str, Any]:
         "flops": 4 * request.head_dim * pairs,
         "issued_flops": 4 * request.head_dim * issued,
         "issued_of_dense": issued / all_pairs if all_pairs else 0.0,
+        "predicted": {
+            "gpu": predicted.gpu.name,
+            "ms": predicted.ms,
+            "bound": predicted.bound,
+        },
         "bytes": {
             "kv_loaded": int(2 * loaded_rows * row_bytes * per_mask_head),
             "q_and_o": 2 * request.batch * request.q_heads * request.sq * row_bytes,
@@ -196,6 +204,7 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_scaled(loaded, 'B')} of K and V loaded",
         ),
         *_dense(s["issued_of_dense"]),
+        ("predicted", _predicted(s["predicted"])),
     ]
 
 
@@ -203,6 +212,10 @@ def _dense(share: float) -> list[tuple[str, str]]:
     if share < 1:
         return []
     return [("dense", f"{share:.2f} times the pairs of dense attention issued: no work saved")]
+
+
+def _predicted(p: dict[str, Any]) -> str:
+    return f"{p['ms']:.3g} ms on {p['gpu']}, bound by {p['bound']}; by the cost model, not measured"
 
 
 def _blocks(plan: Plan) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tessera_cupy import ArraySpec, BlockMask, make_plan
+from tessera_cupy.cost import predict
 from tessera_cupy.explain import brief
 from tessera_cupy.plan import Plan
 from tessera_cupy.regimes import Features, load_for
@@ -71,6 +72,18 @@ def test_it_says_what_runs_the_plan() -> None:
     either = line(plan().explain(), "runs on")
     assert either.startswith("a GPU of sm_90a with that kernel; arrays in host memory: the NumPy")
     assert " on sm_90a" not in on_cpu
+
+
+def test_the_predicted_time_names_its_gpu_and_that_it_is_no_measurement() -> None:
+    made = plan()
+    predicted = made.summary()["predicted"]
+    found = predict(made)
+    assert predicted == {"gpu": "H200", "ms": found.ms, "bound": found.bound}
+    said = line(made.explain(), "predicted")
+    assert said.startswith(f"{found.ms:.3g} ms on H200, bound by {found.bound}; ")
+    assert said.endswith("not measured")
+    on_cpu = plan(dtype="float32")
+    assert line(on_cpu.explain(), "predicted").split(" on ")[1].startswith("H200")
 
 
 def test_brief_is_three_lines() -> None:

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera_cupy.cost.devices import Gpu, typical_gpu
+from tessera_cupy.cost.devices import GPUS, Gpu, typical_gpu
 from tessera_cupy.cost.timeline import first_free, in_turn
 from tessera_cupy.cost.work import Work, count_work
 from tessera_cupy.errors import wrong
@@ -156,7 +156,9 @@ def predict(plan: Plan, gpu: Gpu | None = None) -> Prediction:
 
     Args:
         plan: the plan; tiles and tasks are made if they were not yet.
-        gpu: a GPU of the plan's architecture; None means the one that stands for it.
+        gpu: a GPU of the plan's architecture; None means the known one with as many
+            multiprocessors as the plan is organized for, or the one that stands for the
+            architecture.
 
     Raises:
         ValueError: a GPU of another architecture.
@@ -169,8 +171,14 @@ def predict(plan: Plan, gpu: Gpu | None = None) -> Prediction:
         >>> predict(plan).gpu.name
         'A100-SXM4-80GB'
     """
-    gpu = gpu or typical_gpu(plan.request.arch)
+    gpu = gpu or _gpu_of(plan)
     return predict_tasks(plan.tiles(), plan.tasks(), plan.config, plan.request, gpu)
+
+
+def _gpu_of(plan: Plan) -> Gpu:
+    typical = typical_gpu(plan.request.arch)
+    alike = (g for g in GPUS.values() if (g.arch, g.sms) == (typical.arch, plan.model.sms))
+    return next(alike, typical)
 
 
 def predict_tasks(
@@ -193,12 +201,10 @@ def predict_tasks(
         raise ValueError(
             wrong("gpu", expected, f"{gpu.name} of {gpu.arch}", "plan for that architecture")
         )
-    return predict_work(count_work(tiles, tasks, config), tasks, config, request, gpu)
+    return predict_work(count_work(tiles, tasks, config), config, request, gpu)
 
 
-def predict_work(
-    work: Work, tasks: Tasks, config: KernelConfig, request: Request, gpu: Gpu
-) -> Prediction:
+def predict_work(work: Work, config: KernelConfig, request: Request, gpu: Gpu) -> Prediction:
     """As :func:`predict_tasks`, from counts of the tasks' work."""
     costs = COSTS[config.kernel]
     parts = component_cycles(work, config, gpu)
@@ -212,10 +218,10 @@ def predict_work(
     place = in_turn if costs.persistent else first_free
     slot, start = place(cycles, slots)
     per_ms = gpu.clock_ghz * 1e6
-    dram_ms = _dram_bytes(work, tasks, request, slots, gpu) / (gpu.dram_gbs * 1e6)
+    dram_ms = _dram_bytes(work, request, slots, gpu) / (gpu.dram_gbs * 1e6)
     last = float((start + cycles).max(initial=0)) / per_ms
     stretch = max(1.0, dram_ms / last) if last else 1.0
-    merge_ms = _merge_ms(tasks, config, gpu)
+    merge_ms = _merge_ms(work, config, gpu)
     bounds = {name: float(of.sum()) / gpu.sms / per_ms for name, of in parts.items()}
     return Prediction(
         gpu=gpu,
@@ -238,8 +244,8 @@ def component_cycles(work: Work, config: KernelConfig, gpu: Gpu) -> dict[str, ND
         (N,) for ``"matrix"``, ``"softmax"`` and ``"L2"``.
     """
     costs = COSTS[config.kernel]
-    scores = work.parts.sum(axis=1) * float(config.rows_together * config.tile_kv)
-    masked = work.masked.sum(axis=1) * float(config.rows_together * config.tile_kv)
+    size = config.rows_together * config.tile_kv * (1.0 if costs.persistent else _lopsided(work))
+    scores, masked = work.parts.sum(axis=1) * size, work.masked.sum(axis=1) * size
     row_bytes = 2 * 2 * config.head_dim  # of K and V
     copies = work.rows * (row_bytes / 16)
     softmax = scores * (1 / gpu.ex2 + costs.score / _LANES)
@@ -252,6 +258,16 @@ def component_cycles(work: Work, config: KernelConfig, gpu: Gpu) -> dict[str, ND
         "softmax": softmax,
         "L2": rows * row_bytes * np.where(work.twins, 0.5, 1.0) / share,
     }
+
+
+def _lopsided(work: Work) -> float:
+    """How many times as long a multiprocessor takes as if its quarters had equal work.
+
+    Each warp of a CTA is on a quarter of its own, which is the same in every CTA; so where all
+    tiles leave the same warp without rows, its quarter has nothing to do. A warpgroup is on all.
+    """
+    of_parts = work.parts.sum(axis=0)
+    return float(of_parts.max(initial=0) * len(of_parts) / max(1, of_parts.sum()))
 
 
 def _together(parts: dict[str, NDArray[np.float64]], p: float) -> NDArray[np.float64]:
@@ -277,10 +293,10 @@ def _alone(
     return alone
 
 
-def _dram_bytes(work: Work, tasks: Tasks, request: Request, slots: int, gpu: Gpu) -> float:
+def _dram_bytes(work: Work, request: Request, slots: int, gpu: Gpu) -> float:
     """Bytes that DRAM gives and takes: q and o, and K and V as the module's docstring says."""
     row_bytes = 2 * request.head_dim
-    kv_head = tasks.task_head // max(1, request.q_heads // request.kv_heads)
+    kv_head = work.head // max(1, request.q_heads // request.kv_heads)
     heads = request.batch * request.kv_heads
     loaded = np.bincount(kv_head, work.rows, minlength=heads)
     rounds = np.ones(heads)
@@ -292,9 +308,10 @@ def _dram_bytes(work: Work, tasks: Tasks, request: Request, slots: int, gpu: Gpu
     )
 
 
-def _merge_ms(tasks: Tasks, config: KernelConfig, gpu: Gpu) -> float:
+def _merge_ms(work: Work, config: KernelConfig, gpu: Gpu) -> float:
     """Milliseconds of merging: a launch, and the parts read from L2."""
-    if not len(tasks.merge_tile):
+    parts = int(work.is_part.sum())
+    if not parts:
         return 0.0
-    workspace = 4 * tasks.slots * config.tile_q * (config.head_dim + 2)
+    workspace = 4 * parts * config.tile_q * (config.head_dim + 2)
     return MERGE_MS + workspace / (gpu.l2_per_clock * gpu.clock_ghz * 1e6)
