@@ -97,7 +97,7 @@ class KeySlices:
         The attributes of slices, given back, make the same slices.
 
         Args:
-            indptr: (batch * heads * groups + 1,) integers.
+            indptr: (batch * heads * groups + 1,) integers, rising from 0 to nnz.
             indices: (nnz,) integers, keys in any order within a group.
             group: query rows of a group, one of :data:`GROUPS`.
             shape: (sq, skv) in tokens; there are ``ceil(sq / group)`` groups.
