@@ -140,7 +140,9 @@ def _eligible(
     )
     if config is None:
         kind = "with token bits " if bits else "that gathers rows " if gather else ""
-        needed = ", which slices need that run as blocks" if bits and mask.slices is not None else ""
+        needed = (
+            ", which slices need that run as blocks" if bits and mask.slices is not None else ""
+        )
         return None, (
             f"the catalog of {request.arch.name} has no {spec.kernel} kernel {kind}with "
             f"{spec.tile_q}x{spec.tile_kv} tiles for head dim {request.head_dim}{needed}"

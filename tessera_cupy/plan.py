@@ -95,7 +95,9 @@ class Plan:
         if config is None:
             expected = f"one that the plan, {self.spec.name}, can serve"
             fix = "make a plan for this mask with make_plan"
-            raise PlanNotEligibleError(wrong("mask", expected, f"one that it cannot: {reason}", fix))
+            raise PlanNotEligibleError(
+                wrong("mask", expected, f"one that it cannot: {reason}", fix)
+            )
         model = self.model
         return Plan(mask, Prepared(r, self.spec, config, model, self.choice, mask.version))
 

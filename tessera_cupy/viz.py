@@ -21,7 +21,8 @@ from tessera_cupy.mapping.planner import MAX_TILE_Q
 from tessera_cupy.mapping.q_side import largest_q_block
 from tessera_cupy.mapping.stats import computed_parts
 from tessera_cupy.mapping.tiles import GROUP_ROWS, UNIT_ROWS, Tiles
-from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks import BlockMask, KeySlices
+from tessera_cupy.masks.key_slices import block_mask
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,6 +46,9 @@ _WAYS_ACROSS = 3
 _CHOSEN = "#FFF1CC"
 _SMALLEST_LABEL = 4.5
 _MOST_ROW_LABELS = 24
+_MOST_COLUMNS = 1200
+# Shorter runs of keys, such as single ones, have no edges, which would hide them.
+_LEAST_EDGED = 8
 
 
 @dataclass(frozen=True)
@@ -82,22 +86,25 @@ class TiledMask:
         return _skips(self.mapping)
 
 
-def tile_each_way(mask: BlockMask, plan: PlanSpec | None = None) -> list[TiledMask]:
+def tile_each_way(mask: BlockMask | KeySlices, plan: PlanSpec | None = None) -> list[TiledMask]:
     """Tile a mask under each kind of mapping that it allows.
 
     For blocks of (bq, bkv), the largest ones where they are ragged, the physical tiles are:
     the block itself (retain); tiles twice as wide, left half empty (retain), filled with a
     neighbour (merge) or with the next active block (pack); tiles twice as high and wide
-    (merge, share or regroup, pack); and a quarter of the block (split).
+    (merge, share or regroup, pack); and a quarter of the block (split). Of key slices, whose
+    blocks are a group by 16 keys with token bits, also tiles that are filled with the next wanted
+    keys (gather).
 
     Args:
-        mask: the mask.
+        mask: the mask, or key slices.
         plan: a plan for the mask, to mark its way; added last where it is none of these.
 
     >>> mask = BlockMask.from_dense(np.eye(4, dtype=bool), (64, 64))
     >>> [(way.mapping.name, way.useful) for way in tile_each_way(mask)][:3]
     [('retain-retain', 1.0), ('retain-retain', 0.5), ('retain-merge', 0.5)]
     """
+    mask = block_mask(mask)
     largest = (largest_q_block(mask), largest_kv_block(mask))
     bq, bkv = (-(-size // GROUP_ROWS) * GROUP_ROWS for size in largest)
     wanted = [
@@ -105,6 +112,7 @@ def tile_each_way(mask: BlockMask, plan: PlanSpec | None = None) -> list[TiledMa
         ("retain-retain", bq, 2 * bkv, "a block in each step, the rest empty"),
         ("retain-merge", bq, 2 * bkv, "a step is two neighbours, wanted or not"),
         ("retain-pack", bq, 2 * bkv, "a step is the next two wanted blocks"),
+        ("retain-gather", bq, 2 * bkv, "a step is the next wanted keys"),
         ("merge-pack", 2 * bq, 2 * bkv, "two rows of blocks have one list of steps"),
         ("share-pack", 2 * bq, 2 * bkv, "a half skips the other's steps"),
         (
@@ -132,13 +140,18 @@ def tile_each_way(mask: BlockMask, plan: PlanSpec | None = None) -> list[TiledMa
 
 
 def draw_mask(
-    ax: Axes, mask: BlockMask, *, batch: int = 0, head: int = 0, window: Window | None = None
+    ax: Axes,
+    mask: BlockMask | KeySlices,
+    *,
+    batch: int = 0,
+    head: int = 0,
+    window: Window | None = None,
 ) -> None:
-    """Draw one head's mask, in tokens, with a legend.
+    """Draw one head's mask, in tokens, with a legend: blocks, or of key slices single keys.
 
     Args:
         ax: where to draw.
-        mask: the mask.
+        mask: the mask, or key slices.
         batch: entry of the mask's batch axis.
         head: entry of the mask's head axis.
         window: a part to frame.
@@ -146,33 +159,17 @@ def draw_mask(
     Raises:
         ValueError: ``batch`` or ``head`` is not in the mask.
     """
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Rectangle
 
+    mask = block_mask(mask)
     row = _mask_head(mask, batch, head)
-    kind = _block_kinds(mask, row)
-    edges_q = _starts(mask.q_starts(), batch, head)
-    edges_kv = _starts(mask.kv_starts(), batch, head)
-    ax.pcolormesh(
-        edges_kv,
-        edges_q,
-        kind,
-        cmap=ListedColormap([_SKIPPED, _KEPT, _PARTIAL]),
-        vmin=0,
-        vmax=2,
-        rasterized=True,
-    )
+    drawn = _draw_blocks if mask.slices is None else _draw_keys
+    handles = drawn(ax, mask, batch, head, row)
     ax.set_xlim(0, mask.shape[1])
     ax.set_ylim(mask.shape[0], 0)
     ax.set_aspect("equal")
     ax.set_xlabel("key tokens")
     ax.set_ylabel("query tokens")
-    handles = [
-        Patch(facecolor=_KEPT, label="kept block"),
-        Patch(facecolor=_SKIPPED, edgecolor="#BBBBBB", label="skipped block"),
-    ]
-    if (kind == 2).any():
-        handles.insert(1, Patch(facecolor=_PARTIAL, label="partly kept block"))
     if window is not None:
         frame = Rectangle(
             (window.kv0, window.q0),
@@ -188,6 +185,55 @@ def draw_mask(
     ax.legend(
         handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False
     )
+
+
+def _draw_blocks(ax: Axes, mask: BlockMask, batch: int, head: int, row: int) -> list[Any]:
+    """Draw a head's blocks; returns what the legend says of them."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    kind = _block_kinds(mask, row)
+    ax.pcolormesh(
+        _starts(mask.kv_starts(), batch, head),
+        _starts(mask.q_starts(), batch, head),
+        kind,
+        cmap=ListedColormap([_SKIPPED, _KEPT, _PARTIAL]),
+        vmin=0,
+        vmax=2,
+        rasterized=True,
+    )
+    handles = [
+        Patch(facecolor=_KEPT, label="kept block"),
+        Patch(facecolor=_SKIPPED, edgecolor="#BBBBBB", label="skipped block"),
+    ]
+    if (kind == 2).any():
+        handles.insert(1, Patch(facecolor=_PARTIAL, label="partly kept block"))
+    return handles
+
+
+def _draw_keys(ax: Axes, mask: BlockMask, batch: int, head: int, row: int) -> list[Any]:
+    """The same of the keys of slices, some neighbours together where there are very many."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Patch
+
+    assert mask.slices is not None
+    together = max(1, -(-mask.shape[1] // _MOST_COLUMNS))
+    share = _kept_shares(mask.slices, row, together)
+    high, wide = (
+        n * size for n, size in zip(share.shape, (mask.slices.group, together), strict=True)
+    )
+    ax.imshow(
+        share,
+        cmap=LinearSegmentedColormap.from_list("kept", [_SKIPPED, _KEPT]),
+        vmin=0,
+        vmax=1,
+        extent=(0, wide, high, 0),
+    )
+    kept = "kept key" if together == 1 else "kept keys (shade: share)"
+    return [
+        Patch(facecolor=_KEPT, label=kept),
+        Patch(facecolor=_SKIPPED, edgecolor="#BBBBBB", label="skipped key"),
+    ]
 
 
 def draw_tiles(
@@ -293,7 +339,7 @@ def draw_steps(
 
 
 def mask_to_tiles(
-    mask: BlockMask,
+    mask: BlockMask | KeySlices,
     *,
     batch: int = 0,
     head: int = 0,
@@ -304,7 +350,7 @@ def mask_to_tiles(
     """One page: a head's mask, and the same mask as physical tiles under each mapping.
 
     Args:
-        mask: the mask.
+        mask: the mask, or key slices.
         batch: entry of the mask's batch axis.
         head: entry of the mask's head axis.
         window: the part that is drawn as tiles; some blocks on the diagonal when None.
@@ -320,6 +366,7 @@ def mask_to_tiles(
     """
     from matplotlib.figure import Figure
 
+    mask = block_mask(mask)
     row = _mask_head(mask, batch, head)
     window = window or diagonal_window(mask)
     ways = tile_each_way(mask, plan)
@@ -335,23 +382,33 @@ def mask_to_tiles(
     whole, key = left.subplots(2, 1, height_ratios=(3.2, 1))
     draw_mask(whole, mask, batch=batch, head=head, window=window)
     whole.set_title(
-        f"the mask: head {head}, {mask.shape[0]:,} tokens,\n"
-        f"blocks of {mask.block_size[0]}x{mask.block_size[1]}, density {mask.density():.3f}, "
-        f"run coverage {mask.run_coverage():.2f}",
+        f"the mask: head {head}, {mask.shape[0]:,} tokens,\n{_blocks(mask)}",
         fontsize=11,
     )
     cells: Any = right.subfigures(lines, _WAYS_ACROSS, squeeze=False)
     for i, way in enumerate(ways):
         _draw_way(cells[divmod(i, _WAYS_ACROSS)], way, row, window)
-    _legend(key, skips=any(way.skips for way in ways))
+    _legend(key, skips=any(way.skips for way in ways), partial=mask.has_token_bits)
     return figure
 
 
-def diagonal_window(mask: BlockMask, blocks: tuple[int, int] = _WINDOW_BLOCKS) -> Window:
+def _blocks(mask: BlockMask) -> str:
+    """What a mask is made of, for a title."""
+    density = f"density {mask.density():.3f}"
+    if mask.slices is not None:
+        return f"slices of {mask.slices.group} queries by single keys, {density}"
+    size = f"{mask.block_size[0]}x{mask.block_size[1]}"
+    return f"blocks of {size}, {density}, run coverage {mask.run_coverage():.2f}"
+
+
+def diagonal_window(
+    mask: BlockMask | KeySlices, blocks: tuple[int, int] = _WINDOW_BLOCKS
+) -> Window:
     """A window of (query, key) blocks of nominal size in the middle of the diagonal.
 
     It starts at an even block, so that merged pairs of blocks lie whole in it.
     """
+    mask = block_mask(mask)
     edges = []
     for total, size, count in zip(mask.shape, mask.block_size, blocks, strict=True):
         last = max(0, -(-total // size) - count)
@@ -401,13 +458,16 @@ def _label_rows(in_mask: Axes, as_steps: Axes, tiles: Tiles, row: int, window: W
     as_steps.set_yticklabels([str(run.q0) for _, run in whole], fontsize=6)
 
 
-def _legend(ax: Axes, *, skips: bool) -> None:
+def _legend(ax: Axes, *, skips: bool, partial: bool) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
     steps = tuple(Patch(facecolor=colour, edgecolor=_INK) for colour in STEP_COLOURS)
+    active = "active entries; colour and number tell\nwhich step of its tile computes them"
+    if partial:
+        active += "\n(of a partly kept block all entries)"
     entries: dict[str, Any] = {
-        "active entries; colour and number tell\nwhich step of its tile computes them": steps,
+        active: steps,
         "work on inactive entries": Patch(**_WASTE),
     }
     if skips:
@@ -526,7 +586,11 @@ class _Boxes:
 
     def fill(self, ax: Axes) -> None:
         colours = [STEP_COLOURS[step % len(STEP_COLOURS)] for step in self.steps]
-        self._draw(ax, facecolor=colours, edgecolor="#FFFFFF", linewidth=0.4)
+        edges = [
+            colour if x1 - x0 < _LEAST_EDGED else "#FFFFFF"
+            for colour, (x0, _, x1, _) in zip(colours, self.corners, strict=True)
+        ]
+        self._draw(ax, facecolor=colours, edgecolor=edges, linewidth=0.4)
 
     def hatch(self, ax: Axes) -> None:
         self._draw(ax, **_WASTE)
@@ -614,6 +678,18 @@ def _block_kinds(mask: BlockMask, row: int) -> NDArray[np.uint8]:
     rows = np.repeat(np.arange(nq), np.diff(offsets))
     kind[rows, mask.indices[mine]] = np.where(mask.partial[mine] < 0, 1, 2)
     return kind
+
+
+def _kept_shares(slices: KeySlices, row: int, together: int) -> NDArray[np.float32]:
+    """(groups, places) float32: the kept share of the neighbouring keys of each place."""
+    ends = slices.indptr[row * slices.groups : (row + 1) * slices.groups + 1]
+    places = -(-slices.shape[1] // together)
+    of_group = np.repeat(np.arange(slices.groups), np.diff(ends))
+    keys = slices.indices[ends[0] : ends[-1]]
+    counts = np.bincount(of_group * places + keys // together, minlength=slices.groups * places)
+    sizes = np.minimum(slices.shape[1] - together * np.arange(places), together)
+    share: NDArray[np.float32] = (counts.reshape(-1, places) / sizes).astype(np.float32)
+    return share
 
 
 def _starts(starts: NDArray[np.int64], batch: int, head: int) -> NDArray[np.int64]:

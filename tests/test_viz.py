@@ -11,7 +11,7 @@ import pytest
 
 from tessera_cupy import viz
 from tessera_cupy.mapping import Mapping, map_mask
-from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.regimes import PlanSpec
 
 pytest.importorskip("matplotlib")
@@ -248,6 +248,70 @@ def test_mask_kinds_and_ragged_edges(ax: Any) -> None:
     assert mesh.get_array().reshape(2, 2).tolist() == [[1, 0], [0, 2]]
     words = [text.get_text() for text in ax.get_legend().get_texts()]
     assert words == ["kept block", "partly kept block", "skipped block"]
+
+
+#: Two heads; of the second, 20 queries in groups of 16 keep keys 0 and 2, and keys 1 and 4.
+SLICES = KeySlices.from_groups(
+    [[[1, 1, 1, 1, 1]] * 2, [[1, 0, 1, 0, 0], [0, 1, 0, 0, 1]]], 16, (20, 5)
+)
+
+
+def test_slices_are_drawn_by_single_keys(ax: Any) -> None:
+    viz.draw_mask(ax, SLICES, head=1)
+    (image,) = ax.images
+    assert image.get_array().tolist() == [[1, 0, 1, 0, 0], [0, 1, 0, 0, 1]]
+    assert list(image.get_extent()) == [0, 5, 32, 0]
+    assert (ax.get_xlim(), ax.get_ylim()) == ((0, 5), (20, 0))
+    words = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert words == ["kept key", "skipped key"]
+
+
+def test_very_many_keys_are_drawn_some_together(ax: Any) -> None:
+    kept = np.zeros((1, 2401), bool)
+    kept[0, [0, 1, 2, 5, 2400]] = True
+    viz.draw_mask(ax, KeySlices.from_groups(kept, 64))
+    (image,) = ax.images
+    # Three neighbours a place; the last key is alone in its own.
+    assert image.get_array()[0, :3].tolist() == pytest.approx([1, 1 / 3, 0])
+    assert image.get_array().shape == (1, 801)
+    assert image.get_array()[0, 800] == 1
+    assert list(image.get_extent()) == [0, 2403, 64, 0]
+    assert ax.get_xlim() == (0, 2401)
+    words = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert words == ["kept keys (shade: share)", "skipped key"]
+
+
+def test_single_keys_have_no_white_edges(ax: Any) -> None:
+    from matplotlib.colors import to_hex
+
+    kept = np.zeros((1, 40), bool)
+    kept[0, [0, *range(8, 16), 20]] = True
+    slices = KeySlices.from_groups(kept, 64)
+    viz.draw_tiles(ax, map_mask(slices.to_block_mask(), Mapping("retain", "gather"), 64, 64))
+    (drawn,) = (c for c in ax.collections if not c.get_hatch())
+    widths = [path.get_extents().width for path in drawn.get_paths()]
+    edges = ["#FFFFFF" if to_hex(edge) == "#ffffff" else "own" for edge in drawn.get_edgecolor()]
+    assert sorted(zip(widths, edges, strict=True)) == [(1, "own"), (1, "own"), (8, "#FFFFFF")]
+
+
+def test_a_page_of_slices() -> None:
+    rng = np.random.default_rng(0)
+    slices = KeySlices.from_groups(rng.random((2, 3, 200)) < 0.3, 64, (150, 200))
+    plan = PlanSpec.parse("attend_wgmma/q128k192/share-gather/longest+split")
+    ways = viz.tile_each_way(slices, plan)
+    names = [(way.mapping.name, way.tiles.shape.q, way.tiles.shape.kv) for way in ways]
+    assert ("retain-gather", 64, 32) in names
+    assert names[-1] == ("share-gather", 128, 192)
+    assert ways[-1].chosen
+    figure = viz.mask_to_tiles(slices, head=1, plan=plan)
+    titles = [ax.get_title() for ax in figure.axes]
+    density = slices.density()
+    assert f"slices of 64 queries by single keys, density {density:.3f}" in titles[0]
+    assert not any("run coverage" in title for title in titles)
+    legends = [ax.get_legend().get_texts() for ax in figure.axes if ax.get_legend()]
+    words = [text.get_text() for texts in legends for text in texts]
+    assert any("of a partly kept block all entries" in text for text in words)
+    assert viz.diagonal_window(slices) == viz.diagonal_window(slices.to_block_mask())
 
 
 def test_ragged_blocks_keep_their_sizes(ax: Any) -> None:

@@ -414,8 +414,11 @@ class KeySlices:
             block_kv: keys of a block, a multiple of 8 from 16 to 384.
 
         Raises:
+            TypeError: ``block_kv`` is no integer.
             ValueError: no such block.
         """
+        if isinstance(block_kv, bool) or not isinstance(block_kv, int | np.integer):
+            raise TypeError(wrong("block_kv", "an int", repr(block_kv), f"pass {BLOCK_KV}"))
         return self._blocks if block_kv == BLOCK_KV else self._to_blocks(block_kv)
 
     @cached_property

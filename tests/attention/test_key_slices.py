@@ -121,7 +121,7 @@ def test_plans_that_read_no_token_bits_are_for_no_slices() -> None:
     plain = BlockMask.from_dense(np.ones((13, 6), bool), (16, 16), (200, 96))
     plan = make_plan(plain, q, k, arch="sm_90a", regime=regime)
     whole = KeySlices.from_groups(np.ones((13, 96), bool), 16, (200, 96))
-    with pytest.raises(PlanNotEligibleError, match="token bits .*, which slices need that run as"):
+    with pytest.raises(PlanNotEligibleError, match=r"token bits .*, which slices need that run as"):
         make_plan(whole, q, k, arch="sm_90a", regime=regime)
     tokens = BlockMask.from_tokens(np.tri(200, 96, dtype=bool), (16, 16))
     for mask in (whole, tokens):

@@ -746,7 +746,11 @@ def bad_csr(gpu: EmulatedGpu) -> tuple[Any, BlockMask, str]:
     mask = BlockMask.from_csr(*arrays, (2, 5), (64, 64))
     kept_blocks = np.zeros((2, 5), bool)
     kept_blocks[0, [1, 4]] = True
-    return mask, BlockMask.from_dense(kept_blocks, (64, 64)), "column out of range; counts or offsets"
+    return (
+        mask,
+        BlockMask.from_dense(kept_blocks, (64, 64)),
+        "column out of range; counts or offsets",
+    )
 
 
 def bad_bits(gpu: EmulatedGpu) -> tuple[Any, BlockMask, str]:
