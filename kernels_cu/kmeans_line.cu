@@ -15,6 +15,7 @@
 #pragma once
 
 #include "common/builders.cuh"
+#include "common/finite.cuh"
 #include "common/types.cuh"
 
 namespace tessera {
@@ -125,8 +126,7 @@ __device__ __forceinline__ void kmeans_line(const KmeansLineParams& p) {
     float x[kOwn];
     read(row, x);
     const float along = product(x, direction);
-    const bool finite = (__float_as_uint(along) & 0x7f800000u) != 0x7f800000u;
-    if (lane == 0) places[row] = finite ? along : 0.0f;
+    if (lane == 0) places[row] = is_finite(along) ? along : 0.0f;
   }
   __syncthreads();
 #pragma unroll 1

@@ -12,6 +12,7 @@
 // at 3.4 TB/s, 35 us; 8,000 CTAs of 3,000 cycles, four on a multiprocessor, take 27 us.
 #pragma once
 
+#include "common/finite.cuh"
 #include "common/ptx.cuh"
 #include "common/types.cuh"
 #include "common/widen.cuh"
@@ -28,6 +29,7 @@ struct KmeansMeansParams {
   float* centroids;  // (heads, clusters, 8 chunks)
   void* rounded;     // the same in T
   float* half_norms;  // (heads, clusters): |rounded|^2 / 2
+  i32* flag;          // set where centroids are NaN or infinities, or null
   i32 tokens;
   i32 chunks;
   i32 clusters;
@@ -97,6 +99,7 @@ __device__ __forceinline__ void kmeans_means(const KmeansMeansParams& p) {
 #pragma unroll 8
     for (int s = 0; s < slots; ++s) total += sums[slot * row + s * p.chunks + chunk];
     const float mean = size > 0 ? total / static_cast<float>(size) : p.kept[at];
+    if (p.flag != nullptr && !is_finite(mean)) *p.flag = 1;
     p.centroids[at] = mean;
     means[8 * chunk + slot] = mean;
   }

@@ -278,7 +278,9 @@ class MaskState {
       const i64 offset = integer(p.bounds, row, p.wide_bounds);
       begin = max(0ll, min(offset, p.width));
       if (begin != offset || (row == 0 && begin != 0)) errors |= kBadCount;
-      given = integer(p.bounds, row + 1, p.wide_bounds) - begin;
+      const i64 end = integer(p.bounds, row + 1, p.wide_bounds);
+      if (row == p.rows - 1 && end != p.width) errors |= kBadCount;
+      given = end - begin;
       room -= begin;
     }
     const u8* const columns = static_cast<const u8*>(p.values) + begin * (p.wide_values ? 8 : 4);

@@ -23,6 +23,7 @@
 // 42 + 64 + 3 + 2 x 28 + 30 + 12 = 207 us.
 #pragma once
 
+#include "common/finite.cuh"
 #include "common/ptx.cuh"
 #include "common/types.cuh"
 #include "common/widen.cuh"
@@ -99,11 +100,6 @@ __device__ __forceinline__ float lanes_sum(float value) {
 #pragma unroll
   for (int apart = 16; apart > 0; apart /= 2) value += __shfl_xor_sync(~0u, value, apart);
   return value;
-}
-
-// By the bits, as the compiler may take it that there is no NaN.
-__device__ __forceinline__ bool is_finite(float value) {
-  return (__float_as_uint(value) & 0x7f800000u) != 0x7f800000u;
 }
 
 // Sets the flag if one of the lane's channels of a block holds no number.

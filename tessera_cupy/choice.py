@@ -138,7 +138,8 @@ def _eligible(
     spec: PlanSpec, mask: BlockMask, request: Request
 ) -> tuple[catalog.KernelConfig | None, str]:
     gather = spec.mapping.kv == "gather"
-    bits = mask.has_token_bits and not gather
+    # Slices that fill whole blocks need none, but other contents of the same slices may.
+    bits = (mask.has_token_bits or mask.slices is not None) and not gather
     config = catalog.find(
         request.arch.name,
         spec.kernel,
@@ -151,9 +152,12 @@ def _eligible(
     )
     if config is None:
         kind = "with token bits " if bits else "that gathers rows " if gather else ""
+        needed = (
+            ", which slices need that run as blocks" if bits and mask.slices is not None else ""
+        )
         return None, (
             f"the catalog of {request.arch.name} has no {spec.kernel} kernel {kind}with "
-            f"{spec.tile_q}x{spec.tile_kv} tiles for head dim {request.head_dim}"
+            f"{spec.tile_q}x{spec.tile_kv} tiles for head dim {request.head_dim}{needed}"
         )
     if config.kernel == "attend_wgmma" and min(request.sq, request.skv, request.batch) == 0:
         return None, "attend_wgmma needs at least one query and one key for its tensor maps"
@@ -170,11 +174,6 @@ def _eligible(
         spec.mapping, mask, spec.tile_q, spec.tile_kv
     )
     return (None, reason) if reason else (config, "")
-
-
-def not_eligible(plan: str, reason: str, request: Request) -> PlanNotEligibleError:
-    """The error for a plan that cannot serve a request."""
-    return _none_of([(plan, reason)], request)
 
 
 def _none_of(refused: Iterable[tuple[str, str]], request: Request) -> PlanNotEligibleError:

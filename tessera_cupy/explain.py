@@ -180,8 +180,8 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "mask",
-            f"{_blocks(plan)}, "
-            f"density {mask['density']:.3f}, run coverage {mask['run_coverage']:.2f}",
+            f"{_blocks(plan)}, density {mask['density']:.3f}"
+            + (f", run coverage {mask['run_coverage']:.2f}" * (mapping.kv != "gather")),
         ),
         (
             "mapping",

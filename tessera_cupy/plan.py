@@ -8,7 +8,7 @@ from typing import Any
 
 from tessera_cupy import gpus, interop, reference
 from tessera_cupy.call import Call, checked
-from tessera_cupy.choice import eligible, not_eligible
+from tessera_cupy.choice import eligible
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.explain import explain, summary
 from tessera_cupy.kernels import launch
@@ -82,7 +82,9 @@ class Plan:
         """The same plan for a mask of the same geometry with new contents.
 
         Raises:
-            ValueError: the mask has another shape, or the plan's mapping cannot serve it.
+            ValueError: the mask has another shape.
+            PlanNotEligibleError: (a ValueError) the plan's mapping cannot serve it, or no kernel
+                with its tiles reads token bits, which the mask has and the plan's has not.
         """
         mask = block_mask(mask)
         r = self.request
@@ -91,7 +93,11 @@ class Plan:
         make_request(mask, full, keys, None, layout=r.layout, arch=r.arch, on_gpu=False)
         config, reason = eligible(self.spec, mask, r)
         if config is None:
-            raise not_eligible(self.spec.name, reason, r)
+            expected = f"one that the plan, {self.spec.name}, can serve"
+            fix = "make a plan for this mask with make_plan"
+            raise PlanNotEligibleError(
+                wrong("mask", expected, f"one that it cannot: {reason}", fix)
+            )
         model = self.model
         return Plan(mask, Prepared(r, self.spec, config, model, self.choice, mask.version))
 

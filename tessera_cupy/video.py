@@ -165,7 +165,7 @@ class VideoGrid:
         >>> blocks.sizes.tolist(), blocks.across, blocks.text
         ([4, 4, 2, 4, 2], (1, 1, 3), slice(3, 5, None))
         """
-        tile = _checked_tile(tile)
+        tile = checked_tile(tile)
         of_token = self._tile_of_tokens(tile)
         across = self._tiles_across(tile)
         video = np.bincount(of_token, minlength=math.prod(across))
@@ -269,7 +269,7 @@ class VideoGrid:
 
     def _tile_of_tokens(self, tile: tuple[int, int, int]) -> NDArray[np.int64]:
         """(video_tokens,) the number of each token's tile, in raster order."""
-        tile = _checked_tile(tile)
+        tile = checked_tile(tile)
         extents = (self.t, self.h, self.w)
         at = [np.arange(n) // size for n, size in zip(extents, tile, strict=True)]
         _, rows, columns = self._tiles_across(tile)
@@ -287,12 +287,16 @@ class VideoGrid:
         return order
 
 
-def _checked_tile(tile: Any) -> TileSize:
+def checked_tile(tile: Any, argument: str = "tile") -> TileSize:
     """Three positive extents as Python's ints.
+
+    Args:
+        tile: (frames, rows, columns).
+        argument: what the caller calls it.
 
     Raises:
         TypeError: they are no ints.
-        ValueError: there are not three, or one is not positive.
+        ValueError: there are not three, one is not positive, or they are beyond any grid.
     """
     fix = "pass (t, h, w)"
     try:
@@ -300,11 +304,17 @@ def _checked_tile(tile: Any) -> TileSize:
             raise TypeError
         extents = [operator.index(n) for n in tile]
     except TypeError:
-        raise TypeError(wrong("tile", "three ints", repr(tile), fix)) from None
+        raise TypeError(wrong(argument, "three ints", repr(tile), fix)) from None
     if len(extents) != 3 or min(extents) < 1:
-        raise ValueError(wrong("tile", "three extents of at least 1", tuple(extents), fix))
+        raise ValueError(wrong(argument, "three extents of at least 1", tuple(extents), fix))
+    if math.prod(extents) > _MOST_PLACES:
+        expected = f"a tile of at most {_MOST_PLACES:,} places"
+        raise ValueError(wrong(argument, expected, tuple(extents), fix))
     return TileSize(*extents)
 
+
+# Places of a tile are counted in 32-bit numbers.
+_MOST_PLACES = (1 << 31) - 1
 
 #: Tokens of a 3-D tile that published rules use.
 _TILE_TOKENS = (64, 128, 384)

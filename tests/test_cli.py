@@ -24,7 +24,7 @@ from tessera_cupy.errors import NoGpuError
 from tessera_cupy.kernels import batch, toolchain
 from tessera_cupy.kernels.arch import ARCHS
 from tessera_cupy.kernels.catalog import catalog
-from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.regimes import load_for
 from tessera_cupy.request import ArraySpec
 
@@ -213,6 +213,25 @@ def test_plan_as_json_is_its_summary(mask_file: Path, capsys: Capture) -> None:
     mask = BlockMask.from_dense(np.load(mask_file), (64, 64), (300, 290))
     plan = make_plan(mask, ArraySpec((1, 3, 300, 64), "float16"), arch="sm_90a")
     assert report == json.loads(json.dumps(plain(plan.summary())))
+
+
+def test_plan_takes_key_slices(tmp_path: Path, capsys: Capture) -> None:
+    kept = np.random.default_rng(0).random((3, 5, 290)) < 0.2
+    np.save(tmp_path / "slices.npy", kept)
+    arguments = ["plan", "--mask", str(tmp_path / "slices.npy"), "--block", "64", "1"]
+    whole = [*arguments, "--shape", "300", "290", "--arch", "sm_90"]
+    report = run_json(whole, capsys)
+    slices = KeySlices.from_groups(kept, 64, (300, 290))
+    plan = make_plan(
+        slices, ArraySpec((1, 3, 300, 128)), ArraySpec((1, 3, 290, 128)), arch="sm_90a"
+    )
+    assert report == json.loads(json.dumps(plain(plan.summary())))
+    assert plan.spec.mapping.kv == "gather"
+    assert main([*whole, "--explain"]) == 0
+    assert capsys.readouterr().out.startswith("KeySlices(batch 1, heads 3, 5 groups of 64 rows")
+    arguments[-2] = "32"
+    line = one_line_error([*arguments, "--arch", "sm_90"], capsys)
+    assert line.startswith("tessera-cupy: `--block`: expected 16, 64, 128 or 192 query rows")
 
 
 def test_plan_takes_a_pinned_regime_and_broadcasts_heads(tmp_path: Path, capsys: Capture) -> None:

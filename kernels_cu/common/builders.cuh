@@ -15,7 +15,7 @@ enum BuildError : u32 {
   kOutOfRange = 1,  // a column, or a bit, past nk
   kDuplicate = 2,   // a column twice in a row
   kCapacity = 4,    // an output that is too small
-  kBadCount = 8,    // a count or an offset outside of its list
+  kBadCount = 8,    // a count or an offset outside of its list, or a last one before its end
   kBadSize = 16,    // a block's size below 0 or above the nominal one
   kBadTotal = 32,   // sizes that do not sum to the tokens
 };

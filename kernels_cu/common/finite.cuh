@@ -1,9 +1,14 @@
-// Looking for NaN and infinities in 16-bit elements.
+// Looking for NaN and infinities.
 #pragma once
 
 #include "common/types.cuh"
 
 namespace tessera {
+
+// By the bits, as the compiler may take it that there is no NaN.
+__device__ __forceinline__ bool is_finite(float value) {
+  return (__float_as_uint(value) & 0x7f800000u) != 0x7f800000u;
+}
 
 // Whether one of two packed elements has an exponent of ones alone.
 template <typename T>
@@ -12,7 +17,7 @@ __device__ __forceinline__ bool not_finite(u32 pair) {
   return (pair & kExponent) == kExponent || ((pair >> 16) & kExponent) == kExponent;
 }
 
-// Sets *flag if one of `count` 16-byte chunks holds no number. The threads of a CTA share the work.
+// Sets *flag if one of `count` 16-byte chunks of 16-bit elements holds no number. The threads of a CTA share the work.
 template <typename T, int kThreads>
 __device__ __forceinline__ void flag_not_finite(const uint4* chunks, i64 count, i32* flag) {
   bool found = false;

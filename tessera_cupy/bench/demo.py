@@ -135,7 +135,7 @@ def run_demo(
         report["mask"] = _describe(chooser, chosen)
         step.done(
             f"{chooser.title}'s rule keeps {mask.density():.1%} of the (query, key) pairs in "
-            f"{_blocks(mask)}; run coverage {mask.run_coverage():.2f}"
+            f"{_blocks(mask)}"
         )
 
     with steps.step("Plan") as step:
@@ -249,7 +249,14 @@ def _describe(rule: Rule, chosen: Selection) -> dict[str, Any]:
     mask = chosen.blocks
     # SVG2 has blocks without tokens behind the last.
     filled = np.broadcast_to(np.diff(mask.q_starts(), axis=-1) > 0, mask.row_counts().shape)
-    counts = mask.row_counts()[filled]
+    # Of slices not the blocks, which few plans run them as, but the keys of a group.
+    counts = (mask if mask.slices is None else mask.slices).row_counts()[filled]
+    keys = [int(counts.min()), int(counts.max())]
+    own = (
+        {"run_coverage": mask.run_coverage(), "blocks_in_a_row": keys}
+        if mask.slices is None
+        else {"group": mask.slices.group, "keys_of_a_group": keys}
+    )
     tiles = {} if rule.module is not spade else {"tiles": [str(t) for t in spade.tiles_of(chosen)]}
     return {
         "rule": f"{rule.title}, regenerated from the clip",
@@ -258,16 +265,18 @@ def _describe(rule: Rule, chosen: Selection) -> dict[str, Any]:
         "ragged": mask.ragged,
         "density": mask.density(),
         "published_density": rule.density and list(rule.density),
-        "run_coverage": mask.run_coverage(),
-        "blocks_in_a_row": [int(counts.min()), int(counts.max())],
+        **own,
         **tiles,
     }
 
 
 def _blocks(mask: BlockMask) -> str:
-    """The blocks in words."""
+    """The blocks, or slices, in words."""
+    if mask.slices is not None:
+        return f"slices of {mask.slices.group} queries by single keys"
     bq, bkv = mask.block_size
-    return f"blocks of {'up to ' if mask.ragged else ''}{bq}x{bkv}"
+    size = f"{'up to ' if mask.ragged else ''}{bq}x{bkv}"
+    return f"blocks of {size}; run coverage {mask.run_coverage():.2f}"
 
 
 def _verdict(check: Check) -> str:

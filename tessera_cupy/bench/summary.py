@@ -26,10 +26,18 @@ def summary_table(report: dict[str, Any]) -> Table:
     return table
 
 
+def _rows_of(mask: dict[str, Any]) -> str:
+    """What a row of the mask keeps, in words."""
+    if "group" in mask:
+        fewest, most = mask["keys_of_a_group"]
+        return f"{fewest:,} to {most:,} single keys of a group of {mask['group']} queries"
+    fewest, most = mask["blocks_in_a_row"]
+    return f"run coverage {mask['run_coverage']:.2f}, {fewest} to {most} blocks in a row"
+
+
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     mask = report["mask"]
     grid = "x".join(map(str, report["grid"]))
-    fewest, most = mask["blocks_in_a_row"]
     yield "device", report["device"]
     yield (
         "input",
@@ -39,8 +47,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "mask", mask["rule"]
     yield (
         "",
-        f"density {mask['density']:.3f}, run coverage {mask['run_coverage']:.2f}, "
-        f"{fewest} to {most} blocks in a row",
+        f"density {mask['density']:.3f}, {_rows_of(mask)}",
     )
     if mask["published_density"]:
         least, most = mask["published_density"]

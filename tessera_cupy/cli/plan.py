@@ -22,6 +22,7 @@ from tessera_cupy.kernels.arch import ARCHS, arch_for, get_arch
 _OPTIONS = {
     "mask": "--mask",
     "block_size": "--block",
+    "group": "--block",
     "shape": "--shape",
     "arch": "--arch",
     "regime": "--regime",
@@ -36,7 +37,8 @@ def add_to(commands: Commands) -> None:
         "plan",
         help="how a mask would be computed: mapping, organization, kernel, and why",
         description="Plan a block mask that numpy.save wrote: bool or 0/1, with axes "
-        "(query blocks, key blocks), (heads, ...) or (batch, heads, ...).",
+        "(query blocks, key blocks), (heads, ...) or (batch, heads, ...). With --block M 1 it is "
+        "of key slices: groups of M query rows by single keys.",
     )
     parser.add_argument("--mask", type=Path, required=True, metavar="FILE.npy")
     parser.add_argument(
@@ -45,7 +47,7 @@ def add_to(commands: Commands) -> None:
         nargs=2,
         required=True,
         metavar=("BQ", "BKV"),
-        help="tokens of one block: query rows, key rows",
+        help="tokens of one block: query rows, key rows (1 of key slices)",
     )
     parser.add_argument(
         "--shape",
@@ -88,13 +90,19 @@ def _count(text: str) -> int:
 def _run(args: argparse.Namespace, output: Output) -> int:
     from tessera_cupy.attention import make_plan
     from tessera_cupy.explain import brief
-    from tessera_cupy.masks import BlockMask
+    from tessera_cupy.masks import BlockMask, KeySlices
+    from tessera_cupy.masks.key_slices import block_mask
     from tessera_cupy.request import ArraySpec
 
     array = _load(args.mask)
     with _options_named():
         arch = get_arch(args.arch or _arch_here() or HOST_ARCH)
-        mask = BlockMask.from_dense(array, tuple(args.block), args.shape)
+        given: BlockMask | KeySlices
+        if args.block[1] == 1:
+            given = KeySlices.from_groups(array, args.block[0], args.shape)
+        else:
+            given = BlockMask.from_dense(array, tuple(args.block), args.shape)
+        mask = block_mask(given)
         heads_q = args.heads_q or mask.heads
         q, k = (
             ArraySpec((mask.batch, heads, tokens, args.head_dim), args.dtype)
@@ -102,7 +110,7 @@ def _run(args: argparse.Namespace, output: Output) -> int:
         )
         _check_regime(args.regime, arch.table)
         plan = make_plan(mask, q, k, regime=args.regime, arch=arch.name)
-    text = f"{mask!r}\n\n{plan.explain()}" if args.explain else brief(plan)
+    text = f"{given!r}\n\n{plan.explain()}" if args.explain else brief(plan)
     output.show(plan.summary() if output.json else {}, text)
     return 0
 

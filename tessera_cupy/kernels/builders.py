@@ -43,7 +43,7 @@ MASK_ERRORS = (
     "column out of range",
     "column twice in a row",
     "capacity",
-    "count out of range",
+    "counts or offsets that do not fit their lists",
     "block size out of range",
     "block sizes that do not sum to the tokens",
 )

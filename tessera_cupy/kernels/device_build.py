@@ -116,8 +116,9 @@ def refuse_bad_mask(scalars: NDArray[np.int64]) -> None:
         raise ValueError(
             wrong(
                 "mask",
-                "block columns or keys in range, each once in a row, counts that lists hold, and "
-                "sizes of at most the nominal block that sum to the tokens",
+                "block columns or keys in range, each once in a row, counts that lists hold, "
+                "offsets that rise from 0 to the length of indices, and sizes of at most the "
+                "nominal block that sum to the tokens",
                 "; ".join(found),
                 "call mask.check(), which says where",
             )

@@ -53,7 +53,7 @@ ORDER_PARAMS = np.dtype(
 MEANS_PARAMS = np.dtype(
     [
         *[(name, np.uint64) for name in ("x", "order", "sizes", "starts")],
-        *[(name, np.uint64) for name in ("kept", "centroids", "rounded", "half_norms")],
+        *[(name, np.uint64) for name in ("kept", "centroids", "rounded", "half_norms", "flag")],
         *[(name, np.int32) for name in ("tokens", "chunks", "clusters", "size_stride")],
         *[(name, np.int32) for name in ("spread", "spread_start")],
     ],
@@ -106,6 +106,7 @@ def kmeans(
     arch: str,
     memory: list[Any],
     flag: int = 0,
+    centroids_flag: int = 0,
 ) -> Sorted:
     """Lloyd's iterations on the GPU, on the current stream.
 
@@ -123,6 +124,7 @@ def kmeans(
         arch: architecture of the device, which is current.
         memory: takes what a captured launch uses.
         flag: address of an int32 that is set where x holds NaN or infinities, or 0.
+        centroids_flag: the same of the given centroids.
     """
     import cupy
 
@@ -213,16 +215,16 @@ def kmeans(
     def average(params: dict[str, Any]) -> None:
         run(f"kmeans_means_{element}", MEANS_PARAMS, params, planes * clusters, means_smem)
 
-    def begin_with(given: Any) -> None:
+    def begin_with(given: Any, flag: int = 0) -> None:
         # Of no tokens yet, so that these centroids stay, and are rounded.
         stream = cupy.cuda.get_current_stream()
         cupy.cuda.runtime.memsetAsync(sizes.data.ptr, 0, sizes.nbytes, stream.ptr)
-        average(mean | {"kept": given.data.ptr})
+        average(mean | {"kept": given.data.ptr, "flag": flag})
 
     if centroids is None:
         average(mean | {"spread": tokens, "spread_start": start})
     else:
-        begin_with(centroids)
+        begin_with(centroids, centroids_flag)
     for i in range(iterations):
         if centroids is None and i == iterations - 1:
             begin_with(in_line(moved, arch=arch, memory=memory))

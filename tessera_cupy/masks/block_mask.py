@@ -245,7 +245,7 @@ class BlockMask(BlockGrid):
         The attributes of a mask, given back, make the same mask.
 
         Args:
-            indptr: (batch * heads * nq + 1,) integers.
+            indptr: (batch * heads * nq + 1,) integers, rising from 0 to nnz.
             indices: (nnz,) integers, block columns in any order within a row.
             num_blocks: (nq, nk).
             block_size: as in :meth:`from_dense`.

@@ -168,6 +168,8 @@ def pair(value: Sequence[int], name: str) -> tuple[int, int]:
     """
     try:
         first, second = (operator.index(v) for v in value)
+        if any(isinstance(v, bool) for v in value):
+            raise TypeError
     except (TypeError, ValueError):
         raise TypeError(
             wrong(name, "two integers, (query, key)", repr(value), "pass a tuple such as (64, 64)")

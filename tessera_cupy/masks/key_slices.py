@@ -97,7 +97,7 @@ class KeySlices:
         The attributes of slices, given back, make the same slices.
 
         Args:
-            indptr: (batch * heads * groups + 1,) integers.
+            indptr: (batch * heads * groups + 1,) integers, rising from 0 to nnz.
             indices: (nnz,) integers, keys in any order within a group.
             group: query rows of a group, one of :data:`GROUPS`.
             shape: (sq, skv) in tokens; there are ``ceil(sq / group)`` groups.
@@ -414,8 +414,11 @@ class KeySlices:
             block_kv: keys of a block, a multiple of 8 from 16 to 384.
 
         Raises:
+            TypeError: ``block_kv`` is no integer.
             ValueError: no such block.
         """
+        if isinstance(block_kv, bool) or not isinstance(block_kv, int | np.integer):
+            raise TypeError(wrong("block_kv", "an int", repr(block_kv), f"pass {BLOCK_KV}"))
         return self._blocks if block_kv == BLOCK_KV else self._to_blocks(block_kv)
 
     @cached_property

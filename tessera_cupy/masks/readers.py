@@ -20,7 +20,15 @@ _Result = TypeVar("_Result")
 
 
 def positive_axes(batch: int, heads: int) -> tuple[int, int]:
-    """Check the batch and head axes that a caller names as numbers."""
+    """Check the batch and head axes that a caller names as numbers.
+
+    Raises:
+        TypeError: one is no integer.
+        ValueError: one is below 1.
+    """
+    for name, axis in (("batch", batch), ("heads", heads)):
+        if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+            raise TypeError(wrong(name, "an int", repr(axis), "count the entries of that axis"))
     if min(batch, heads) < 1:
         raise ValueError(
             wrong(
@@ -30,7 +38,7 @@ def positive_axes(batch: int, heads: int) -> tuple[int, int]:
                 "use an axis of 1, which broadcasts",
             )
         )
-    return batch, heads
+    return int(batch), int(heads)
 
 
 def packed_blocks(bits: NDArray[Any], num_blocks: tuple[int, int]) -> NDArray[np.bool_]:

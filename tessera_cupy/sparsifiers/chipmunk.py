@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera_cupy.errors import wrong
 from tessera_cupy.masks import KeySlices
 from tessera_cupy.permute import TokenOrders
 from tessera_cupy.sparsifiers import slices
+from tessera_cupy.sparsifiers.parameters import share, whole
 from tessera_cupy.sparsifiers.scoring import keep_top
 from tessera_cupy.sparsifiers.selection import Selection, check_finite, checked_inputs
 from tessera_cupy.video import VideoGrid
@@ -59,24 +59,28 @@ def select(
         grid: the video grid that the tokens lie on.
         top: share of the keys with the largest column sums, 0 to 1, rounded to a whole number.
         random: probability of each other key, 0 to 1.
-        seed: of the random keys; the same seed draws the same ones.
+        seed: of the random keys, from 0; the same seed draws the same ones.
 
     Returns:
         A selection whose mask is :class:`~tessera_cupy.masks.KeySlices`, with a batch and head axis
         like ``q``'s, in the order of voxels.
 
     Raises:
-        TypeError: as :func:`~tessera_cupy.sparsifiers.selection.checked_inputs` says.
-        ValueError: likewise, on a GPU at once; ``top`` or ``random`` outside 0 to 1.
+        TypeError: as :func:`~tessera_cupy.sparsifiers.selection.checked_inputs` says; ``top`` or
+            ``random`` that is no number, ``seed`` that is no integer.
+        ValueError: likewise, on a GPU at once; ``top`` or ``random`` outside 0 to 1, a negative
+            ``seed``.
 
     >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 4 * 12 * 8, 32))
     >>> select(q, k, VideoGrid(4, 12, 8), top=0.25, random=0.0).mask.row_counts().tolist()
     [[[96, 96], [96, 96]]]
     """
     checked_inputs(q, k, grid)
-    for name, share in (("top", top), ("random", random)):
-        if not 0 <= share <= 1:
-            raise ValueError(wrong(name, "a share from 0 to 1", share, "pass 0.05 for 5%"))
+    top, random = (
+        share(name, number, "pass 0.05 for 5%")
+        for name, number in (("top", top), ("random", random))
+    )
+    seed = whole("seed", seed, 0, None, "pass 0, or another number")
     queries, keys = (slices.on_host(x) for x in (q, k))
     check_finite("q", queries)
     check_finite("k", keys)

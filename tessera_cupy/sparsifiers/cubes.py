@@ -14,9 +14,10 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks.geometry import BLOCK_MAX, BLOCK_MIN, BLOCK_STEP
 from tessera_cupy.permute import TokenOrders
+from tessera_cupy.sparsifiers.parameters import share, whole
 from tessera_cupy.sparsifiers.scoring import keep_top, pool, scores
 from tessera_cupy.sparsifiers.selection import Selection
-from tessera_cupy.video import VideoGrid
+from tessera_cupy.video import VideoGrid, checked_tile
 
 Window = tuple[int, int, int]
 
@@ -103,13 +104,15 @@ class Cubes:
         )
 
 
-def cut(grid: VideoGrid, tile: tuple[int, int, int]) -> Cubes:
+def cut(grid: VideoGrid, tile: tuple[int, int, int], argument: str = "tile") -> Cubes:
     """The blocks of a grid for one tile shape; made once.
+
+    ``argument`` is what the caller calls the tile.
 
     Raises:
         TypeError, ValueError: as :meth:`~tessera_cupy.video.VideoGrid.tile_blocks`.
     """
-    return _cut(grid, tuple(tile))
+    return _cut(grid, checked_tile(tile, argument))
 
 
 @lru_cache(maxsize=32)
@@ -127,28 +130,25 @@ def kept_count(name: str, count: int, tiles: int) -> int:
     """A count of blocks to keep, checked.
 
     Raises:
+        TypeError: it is no integer.
         ValueError: it is not from 1 to ``tiles``.
     """
-    if not 1 <= count <= tiles:
-        raise ValueError(
-            wrong(
-                name, f"1 to {tiles}, as the grid has {tiles} blocks of video", count, "pass that"
-            )
-        )
-    return count
+    expected = f"1 to {tiles}, as the grid has {tiles} blocks of video"
+    return whole(name, count, 1, tiles, "pass that", expected)
 
 
 def share_kept(name: str, sparsity: float) -> float:
     """The share of blocks that a sparsity leaves.
 
     Raises:
+        TypeError: it is no number.
         ValueError: it is not at least 0 and below 1.
     """
-    if not 0 <= sparsity < 1:
-        raise ValueError(
-            wrong(name, "a fraction from 0 to below 1", sparsity, "pass 0.9 to keep a tenth")
-        )
-    return 1 - sparsity
+    expected, fix = "a fraction from 0 to below 1", "pass 0.9 to keep a tenth"
+    dropped = share(name, sparsity, fix, expected)
+    if dropped == 1:
+        raise ValueError(wrong(name, expected, sparsity, fix))
+    return 1 - dropped
 
 
 def always_text(cut: Cubes) -> NDArray[np.bool_] | None:

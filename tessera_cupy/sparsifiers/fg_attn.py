@@ -47,6 +47,7 @@ from tessera_cupy.masks import KeySlices
 from tessera_cupy.masks.key_slices import group_count
 from tessera_cupy.permute import TokenOrders
 from tessera_cupy.sparsifiers import scoring, slices
+from tessera_cupy.sparsifiers.parameters import one_of, real
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs, flag_of, memory
 from tessera_cupy.video import VideoGrid
 
@@ -107,9 +108,10 @@ def select(
     if budget is not None and threshold is not None:
         got = f"both, {budget} and {threshold}"
         raise ValueError(wrong("budget", "a budget or a threshold", got, "leave one out"))
-    for name, number in (("budget", budget), ("threshold", threshold)):
-        if number is not None and not isinstance(number, float | int | np.floating | np.integer):
-            raise TypeError(wrong(name, "a number or None", repr(number), "pass a Python float"))
+    budget, threshold = (
+        None if number is None else real(name, number, "a number or None", "pass a Python float")
+        for name, number in (("budget", budget), ("threshold", threshold))
+    )
     if threshold is not None and math.isnan(threshold):
         raise ValueError(wrong("threshold", "a number", threshold, "pass a score, or a budget"))
     _check(bound, parts)
@@ -228,10 +230,10 @@ def _there(
 
 
 def _check(bound: str, parts: int) -> None:
-    if bound not in BOUNDS:
-        expected = " or ".join(map(repr, BOUNDS))
-        raise ValueError(wrong("bound", expected, repr(bound), f"pass {BOUNDS[0]!r}"))
-    if not isinstance(parts, int | np.integer) or parts not in PARTS:
+    one_of("bound", bound, BOUNDS, f"pass {BOUNDS[0]!r}")
+    # 1.0 and True are in PARTS too.
+    whole_number = isinstance(parts, int | np.integer) and not isinstance(parts, bool)
+    if not whole_number or parts not in PARTS:
         expected = f"{', '.join(map(str, PARTS[:-1]))} or {PARTS[-1]}"
         raise ValueError(wrong("parts", expected, repr(parts), "pass 1"))
 

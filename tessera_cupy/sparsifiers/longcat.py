@@ -44,7 +44,8 @@ def select(
         cubes do not divide the grid.
 
     Raises:
-        TypeError: as :func:`~tessera_cupy.sparsifiers.selection.checked_inputs` says.
+        TypeError: as :func:`~tessera_cupy.sparsifiers.selection.checked_inputs` says; a
+            number or a cube that is none.
         ValueError: likewise, or ``sparsity`` or ``cube`` out of range.
 
     >>> import numpy as np
@@ -53,7 +54,7 @@ def select(
     0.125
     """
     checked_inputs(q, k, grid)
-    cut = cubes.cut(grid, cube)
+    cut = cubes.cut(grid, cube, "cube")
     # 0.1 * 1,440 may come out a little below 144, which is no reason to keep one less.
     count = max(1, int(cubes.share_kept("sparsity", sparsity) * cut.tiles + 1e-9))
     return cubes.by_means(q, k, cut, count)

@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from tessera_cupy.errors import wrong
 from tessera_cupy.sparsifiers import cubes
 from tessera_cupy.sparsifiers.cubes import Cubes, Window
+from tessera_cupy.sparsifiers.parameters import share
 from tessera_cupy.sparsifiers.scoring import keep_mass, pool, scores
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
-from tessera_cupy.video import VideoGrid
+from tessera_cupy.video import VideoGrid, checked_tile
 
 #: The window, in frames and tiles, of Kandinsky 5.
 KANDINSKY_WINDOW: Window = (11, 3, 3)
@@ -61,6 +62,7 @@ def select(
     (18, 18)
     """
     checked_inputs(q, k, grid)
+    mass = share("mass", mass, "pass 0.9 for 90%")
     cut = cubes.cut(grid, _TILE)
     always = _always(cut, None if window is None else _checked(window, cut.across))
     queries, keys = (pool(x, cut.blocks, "mean", orders=cut.orders) for x in (q, k))
@@ -69,12 +71,12 @@ def select(
 
 
 def _checked(window: Window, across: Window) -> Window:
-    if len(window) != 3 or not all(1 <= e <= n for e, n in zip(window, across, strict=True)):
+    extents = checked_tile(window, "window")
+    if not all(e <= n for e, n in zip(extents, across, strict=True)):
         expected = f"three extents from 1 to the grid's {across[0]}x{across[1]}x{across[2]} tiles"
-        fix = f"take {tuple(map(min, window, across))}" if len(window) == 3 else "pass (t, h, w)"
-        raise ValueError(wrong("window", expected, tuple(window), fix))
-    t, h, w = window
-    return int(t), int(h), int(w)
+        fix = f"take {tuple(map(min, extents, across))}"
+        raise ValueError(wrong("window", expected, tuple(extents), fix))
+    return extents
 
 
 @lru_cache(maxsize=16)

@@ -29,6 +29,7 @@ Wan 2.2 14B  0.8      yes    20x48x80    35.3%
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,7 +39,8 @@ from numpy.typing import NDArray
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.sparsifiers import fixed
-from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
+from tessera_cupy.sparsifiers.parameters import real, switch, whole
+from tessera_cupy.sparsifiers.selection import Selection, check_grid, checked_inputs
 from tessera_cupy.video import VideoGrid
 
 
@@ -88,19 +90,15 @@ def mask(
         >>> round(mask(VideoGrid(30, 48, 80)).density(), 3)
         0.275
     """
-    if not (np.isfinite(decay) and decay > 0):
-        fix = "pass 0.95 for HunyuanVideo, 0.2 for Wan 2.1, 0.8 for Wan 2.2"
+    check_grid(grid)
+    fix = "pass 0.95 for HunyuanVideo, 0.2 for Wan 2.1, 0.8 for Wan 2.2"
+    factor = real("decay", decay, "a positive number", fix)
+    if not 0 < factor < math.inf:
         raise ValueError(wrong("decay", "a positive number", decay, fix))
-    if not 1 <= block <= grid.frame_tokens:
-        raise ValueError(
-            wrong(
-                "block",
-                f"a block within one frame of {grid.frame_tokens} tokens",
-                block,
-                "pass a block of at most that many tokens, in multiples of 8 from 16",
-            )
-        )
-    return _mask(grid, float(decay), bool(sink), int(block))
+    expected = f"a block within one frame of {grid.frame_tokens} tokens"
+    fix = "pass a block of at most that many tokens, in multiples of 8 from 16"
+    tokens = whole("block", block, 1, grid.frame_tokens, fix, expected)
+    return _mask(grid, factor, switch("sink", sink), tokens)
 
 
 @lru_cache(maxsize=16)
@@ -164,7 +162,7 @@ def _widths(frames: int, tokens: int, decay: float, block: int) -> NDArray[np.in
         span = 2.0 ** (tokens.bit_length() - distance.bit_length())
         rare = span < block and distance % int(block / span)
         # So far below 0 that no row of a block reaches any column.
-        widths[distance] = -block if rare else int(max(decay * span, block))
+        widths[distance] = -block if rare else int(min(max(decay * span, block), tokens))
     return widths
 
 

@@ -49,7 +49,7 @@ class _Watch:
 
     Attributes:
         addresses: of q and k.
-        flags: (2,) int32 on the GPU, of q and of k; 0 until something is found.
+        flags: (3,) int32 on the GPU, of q, of k and of given centroids; 0 until something is found.
         memory: what a CUDA graph that captured the rule uses again at each replay.
     """
 
@@ -66,10 +66,15 @@ class _Watched(threading.local):
 
 _watched = _Watched()
 _NAMES = ("q", "k")
+_WATCHED = (*_NAMES, "centroids")
 
 
-def flag_of(x: Any) -> int:
+def flag_of(x: Any, *, centroids: bool = False) -> int:
     """Address of the int32 that a kernel sets where it meets NaN or an infinity in ``x``.
+
+    Args:
+        x: q or k.
+        centroids: in the centroids that are given with it, rather.
 
     Returns:
         0 where nobody asked: ``x`` is none of the arrays that :func:`checked_inputs` saw last.
@@ -77,7 +82,8 @@ def flag_of(x: Any) -> int:
     watch = _watched.watch
     if watch is None or x.data.ptr not in watch.addresses:
         return 0
-    return int(watch.flags.data.ptr) + 4 * watch.addresses.index(x.data.ptr)
+    of = _WATCHED.index("centroids") if centroids else watch.addresses.index(x.data.ptr)
+    return int(watch.flags.data.ptr) + 4 * of
 
 
 def memory() -> list[Any]:
@@ -143,7 +149,7 @@ class Selection:
         return self.orders.restore(x)
 
     def check(self) -> None:
-        """Wait for the GPU, and look whether q and k held numbers alone.
+        """Wait for the GPU, and look whether q, k and given centroids held numbers alone.
 
         NumPy arrays were looked at when the selection was made.
 
@@ -156,7 +162,7 @@ class Selection:
             with cupy.cuda.Device(self._watch.flags.device.id) as device:
                 device.synchronize()
                 flags = self._watch.flags.get()
-            for name, flag in zip(_NAMES, flags, strict=True):
+            for name, flag in zip(_WATCHED, flags, strict=True):
                 if flag:
                     raise _not_finite(name)
 
@@ -249,7 +255,7 @@ def _watch_inputs(q: Any, k: Any, xp: Any) -> None:
         with xp.cuda.Device(q.device.id):
             stream = xp.cuda.get_current_stream()
             with pool_may_grow() if stream.is_capturing() else nullcontext():
-                flags = xp.empty(2, np.int32)
+                flags = xp.empty(len(_WATCHED), np.int32)
             xp.cuda.runtime.memsetAsync(flags.data.ptr, 0, flags.nbytes, stream.ptr)
         _watched.watch = _Watch((q.data.ptr, k.data.ptr), flags)
         return

@@ -22,7 +22,6 @@ def text_of(grid: VideoGrid) -> slice:
     return slice(first, first + grid.text_tokens)
 
 
-@lru_cache(maxsize=16)
 def keep_text(grid: VideoGrid, group: int) -> NDArray[np.bool_] | None:
     """What every head keeps for its text: all keys for groups with text, text for all groups.
 
@@ -37,8 +36,11 @@ def keep_text(grid: VideoGrid, group: int) -> NDArray[np.bool_] | None:
         ValueError: a group that slices do not come in.
     """
     groups = group_count(grid.tokens, group)
-    if not grid.text_tokens:
-        return None
+    return _keep_text(grid, int(group), groups) if grid.text_tokens else None
+
+
+@lru_cache(maxsize=16)
+def _keep_text(grid: VideoGrid, group: int, groups: int) -> NDArray[np.bool_]:
     text = text_of(grid)
     kept = np.zeros((groups, grid.tokens), np.bool_)
     kept[:, text] = True

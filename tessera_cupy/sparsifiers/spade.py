@@ -25,10 +25,12 @@ from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks.geometry import check_blocks, pair
 from tessera_cupy.permute import TokenOrders
 from tessera_cupy.sparsifiers import scoring
+from tessera_cupy.sparsifiers.parameters import real, share, whole
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
-from tessera_cupy.video import TileSize, VideoGrid
+from tessera_cupy.video import TileSize, VideoGrid, checked_tile
 
 #: Tile shapes (frames, rows, columns) that a head chooses from, for Wan's models.
 WAN_TILES = (
@@ -74,7 +76,8 @@ def select(
         tile each head took.
 
     Raises:
-        TypeError: ``q`` or ``k`` is neither a NumPy nor a CuPy array, or ``grid`` no VideoGrid.
+        TypeError: ``q`` or ``k`` is neither a NumPy nor a CuPy array, ``grid`` no VideoGrid, or a
+            number or a tile none.
         ValueError: shapes that do not fit each other or the grid, NaN or infinities in NumPy
             arrays, ``keep`` outside 0 to 1, negative ``sinks`` or ``diagonal``, no tiles.
 
@@ -85,9 +88,12 @@ def select(
     ((10, 10), 3)
     """
     checked_inputs(q, k, grid)
-    _check_parameters(keep, sinks, diagonal, tiles)
-    bq, bkv = block_size
-    shapes = tuple(TileSize(*tile) for tile in tiles)
+    bq, bkv = pair(block_size, "block_size")
+    check_blocks((bq, bkv), "choose such a block")
+    keep = share("keep", keep, "pass 0.17 for 17%", "a fraction from 0 to 1")
+    sinks = min(whole("sinks", sinks, 0, None, "pass 5"), grid.tokens)
+    diagonal = _diagonal(diagonal, grid)
+    shapes = _shapes(tiles)
     orders = scoring.most_alike(q, bq, candidates(grid, shapes))
     always = _always(grid, (bq, bkv), sinks, diagonal)
 
@@ -114,18 +120,24 @@ def candidates(grid: VideoGrid, tiles: tuple[TileSize, ...]) -> TokenOrders:
     return TokenOrders(np.stack([grid.tile_order(tile) for tile in tiles]).astype(np.int32))
 
 
-def _check_parameters(
-    keep: float, sinks: int, diagonal: float, tiles: Sequence[tuple[int, int, int]]
-) -> None:
-    if not 0 <= keep <= 1:
-        raise ValueError(wrong("keep", "a fraction from 0 to 1", keep, "pass 0.17 for 17%"))
-    if sinks < 0:
-        raise ValueError(wrong("sinks", "a number of blocks of at least 0", sinks, "pass 5"))
-    if diagonal < 0 or (diagonal >= 1 and diagonal != int(diagonal)):
-        fix = "pass 2, or 0.015 for 1.5% of the blocks"
-        raise ValueError(wrong("diagonal", "whole blocks, or a fraction below 1", diagonal, fix))
-    if not len(tiles):
-        raise ValueError(wrong("tiles", "at least one tile", "none", "pass WAN_TILES"))
+def _diagonal(diagonal: Any, grid: VideoGrid) -> float:
+    expected, fix = "whole blocks, or a fraction below 1", "pass 2, or 0.015 for 1.5% of the blocks"
+    width = real("diagonal", diagonal, expected, fix)
+    if not width >= 0 or (width >= 1 and width % 1 != 0):
+        raise ValueError(wrong("diagonal", expected, diagonal, fix))
+    return min(width, float(grid.tokens))
+
+
+def _shapes(tiles: Any) -> tuple[TileSize, ...]:
+    fix = "pass WAN_TILES"
+    try:
+        given = list(tiles)
+    except TypeError:
+        expected = "tiles of (frames, rows, columns)"
+        raise TypeError(wrong("tiles", expected, repr(tiles), fix)) from None
+    if not given:
+        raise ValueError(wrong("tiles", "at least one tile", "none", fix))
+    return tuple(checked_tile(tile, "tiles") for tile in given)
 
 
 @lru_cache(maxsize=32)

@@ -34,6 +34,7 @@ from tessera_cupy.kernels import token_rows
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.permute import TokenOrders
 from tessera_cupy.sparsifiers import fixed
+from tessera_cupy.sparsifiers.parameters import one_of, real, share
 from tessera_cupy.sparsifiers.scoring import keep_mass, likeness, pool, scores
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs, memory
 from tessera_cupy.video import VideoGrid
@@ -78,8 +79,11 @@ def select(
     0.5
     """
     checked_inputs(q, k, grid)
-    _check(cdf, top_k, similarity, order)
-    orders = _orders(grid, order)
+    fix = "pass 0.5 for a half"
+    cdf = share("cdf", cdf, fix)
+    top_k = None if top_k is None else share("top_k", top_k, fix)
+    similarity = _checked_similarity(similarity)
+    orders = _orders(grid, one_of("order", order, ORDERS, "pick one"))
     bq, bkv = BLOCK_SIZE
     means = pool(q, bq, "mean", orders=orders), pool(k, bkv, "mean", orders=orders)
     centred = _centred(k, means[1])
@@ -147,15 +151,12 @@ def _gpu_of(x: Any) -> Iterator[str]:
         yield arch_of(int(x.device.id)).name
 
 
-def _check(cdf: float, top_k: float | None, similarity: float, order: str) -> None:
-    for name, value in (("cdf", cdf), ("top_k", top_k)):
-        if value is not None and not 0 <= value <= 1:
-            raise ValueError(wrong(name, "a share from 0 to 1", value, "pass 0.5 for a half"))
-    if not -1 <= similarity <= 1:
-        expected = "a cosine similarity from -1 to 1"
-        raise ValueError(wrong("similarity", expected, similarity, "pass 0.6, the published one"))
-    if order not in ORDERS:
-        raise ValueError(wrong("order", f"one of {', '.join(ORDERS)}", repr(order), "pick one"))
+def _checked_similarity(similarity: Any) -> float:
+    expected, fix = "a cosine similarity from -1 to 1", "pass 0.6, the published one"
+    number = real("similarity", similarity, expected, fix)
+    if not -1 <= number <= 1:
+        raise ValueError(wrong("similarity", expected, similarity, fix))
+    return number
 
 
 @lru_cache(maxsize=16)

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from tessera_cupy.errors import wrong
 from tessera_cupy.sparsifiers import cubes
 from tessera_cupy.sparsifiers.cubes import Window
+from tessera_cupy.sparsifiers.parameters import share
 from tessera_cupy.sparsifiers.scoring import keep_top, pool, scores
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
-from tessera_cupy.video import VideoGrid
+from tessera_cupy.video import VideoGrid, checked_tile
 
 _KEEP, _KEEP_SHORT, _SHORT_FRAMES = 64, 32, 31
 
@@ -70,13 +70,12 @@ def select(
     (True, True)
     """
     checked_inputs(q, k, grid)
-    if not 0 <= balance <= 1:
-        raise ValueError(wrong("balance", "a weight from 0 to 1", balance, "pass 0.7"))
+    balance = share("balance", balance, "pass 0.7", "a weight from 0 to 1")
     cut = cubes.cut(grid, tile)
     if keep is None:
         keep = min(_KEEP_SHORT if grid.t <= _SHORT_FRAMES else _KEEP, cut.tiles)
     count = cubes.kept_count("keep", keep, cut.tiles)
-    near = cubes.always(cut, (window[0], window[1], window[2]))
+    near = cubes.always(cut, checked_tile(window, "window"))
     queries, keys = (pool(x, cut.blocks, "mean", orders=cut.orders) for x in (q, k))
     _into_directions(queries, keys, cut, balance)
     return Selection(cut.mask(keep_top(scores(queries, keys), count, always=near)), cut.orders)

@@ -25,8 +25,8 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.sparsifiers import cubes, fixed
 from tessera_cupy.sparsifiers.cubes import Window
-from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
-from tessera_cupy.video import VideoGrid
+from tessera_cupy.sparsifiers.selection import Selection, check_grid, checked_inputs
+from tessera_cupy.video import VideoGrid, checked_tile
 
 #: Windows, in tiles along frames, rows and columns, that HunyuanVideo's heads take.
 HUNYUAN_WINDOWS: tuple[Window, ...] = (
@@ -96,7 +96,8 @@ def mask(
         >>> mask(VideoGrid(30, 48, 80), [(5, 3, 3), (5, 1, 10)]).row_counts().max(axis=-1)
         array([[45, 50]])
     """
-    return _mask(grid, _windows(windows), tuple(tile))
+    check_grid(grid)
+    return _mask(grid, _windows(windows), checked_tile(tile))
 
 
 @lru_cache(maxsize=64)
@@ -107,7 +108,10 @@ def _mask(grid: VideoGrid, windows: tuple[Window, ...], tile: Any) -> BlockMask:
 
 
 def _windows(windows: Window | Sequence[Window]) -> tuple[Window, ...]:
-    array = np.asarray(windows)
+    try:
+        array = np.asarray(windows)
+    except ValueError:  # of lists that differ in length
+        array = np.zeros(0)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or array.shape[-1:] != (3,):
         raise ValueError(
             wrong("windows", "(t, h, w) tiles, or a list of such", windows, "pass whole tiles")

@@ -24,7 +24,8 @@ from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks import bits as token_bit
 from tessera_cupy.masks.geometry import check_blocks, pair
 from tessera_cupy.sparsifiers import fixed
-from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
+from tessera_cupy.sparsifiers.parameters import one_of, whole
+from tessera_cupy.sparsifiers.selection import Selection, check_grid, checked_inputs
 from tessera_cupy.video import VideoGrid
 
 Unit = Literal["tokens", "blocks"]
@@ -101,8 +102,8 @@ def mask(
         >>> mask(VideoGrid(4, 16, 16), reach=1, unit="blocks").nnz
         46
     """
-    if unit not in ("tokens", "blocks"):
-        raise ValueError(wrong("unit", '"tokens" or "blocks"', repr(unit), 'pass "tokens"'))
+    check_grid(grid)
+    one_of("unit", unit, ("tokens", "blocks"), 'pass "tokens"')
     block = pair(block_size, "block_size")
     check_blocks(block, "choose such a block")
     if unit == "blocks" and block[0] != block[1]:
@@ -111,17 +112,15 @@ def mask(
         )
     size = 1 if unit == "tokens" else block[0]
     places, video = (-(-n // size) for n in (grid.tokens, grid.video_tokens))
-    _check("dilation", dilation, 1, places)
-    _check("reach", reach, 0, (places - 1) // dilation)
-    _check("anchors", anchors, 0, video)
-    rule = _Rule(int(reach) * int(dilation), int(dilation), int(anchors))
+    step = _checked("dilation", dilation, 1, places)
+    furthest = step * _checked("reach", reach, 0, (places - 1) // step)
+    rule = _Rule(furthest, step, _checked("anchors", anchors, 0, video))
     return _mask(grid, rule, unit, block)
 
 
-def _check(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        fix = "the grid has no more places" if value > most else "pass a count"
-        raise ValueError(wrong(name, f"{least} to {most}", value, fix))
+def _checked(name: str, value: Any, least: int, most: int) -> int:
+    count = whole(name, value, least, None, "pass a count", f"{least} to {most}")
+    return whole(name, count, least, most, "the grid has no more places", f"{least} to {most}")
 
 
 class _Rule(NamedTuple):

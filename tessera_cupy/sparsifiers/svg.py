@@ -34,7 +34,8 @@ from tessera_cupy.kernels.lifetime import keep_while, pool_may_grow
 from tessera_cupy.kernels.route import choose_routes
 from tessera_cupy.masks import BlockMask, interval_mask
 from tessera_cupy.permute import TokenOrders
-from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
+from tessera_cupy.sparsifiers.parameters import whole
+from tessera_cupy.sparsifiers.selection import Selection, check_grid, checked_inputs
 from tessera_cupy.video import VideoGrid
 
 #: The two routes, as :func:`route` numbers them.
@@ -59,7 +60,6 @@ class Windows(NamedTuple):
     places: int
 
 
-@lru_cache(maxsize=64)
 def windows(grid: VideoGrid, keep: float = 0.3) -> Windows:
     """The widest windows whose masks keep at most a fraction of all pairs.
 
@@ -75,7 +75,13 @@ def windows(grid: VideoGrid, keep: float = 0.3) -> Windows:
     >>> windows(VideoGrid(21, 45, 80), 0.3)
     Windows(frames=2, places=513)
     """
+    check_grid(grid)
     _check_fraction("keep", keep, "pass 0.3 for 30%")
+    return _widest_windows(grid, float(keep))
+
+
+@lru_cache(maxsize=64)
+def _widest_windows(grid: VideoGrid, keep: float) -> Windows:
     most = keep * grid.tokens**2
     frames = _widest(grid.t, lambda reach: spatial_pairs(grid, reach) <= most)
     places = _widest(grid.frame_tokens, lambda reach: temporal_pairs(grid, reach) <= most)
@@ -113,7 +119,6 @@ def _text_pairs(grid: VideoGrid) -> int:
     return grid.tokens**2 - grid.video_tokens**2
 
 
-@lru_cache(maxsize=8)
 def spatial_mask(grid: VideoGrid, frames: int) -> BlockMask:
     """The mask of a spatial head, over tokens in raster order; the same object for the same grid.
 
@@ -124,19 +129,28 @@ def spatial_mask(grid: VideoGrid, frames: int) -> BlockMask:
     >>> mask.active_pairs() == (3 + 3 + 4 + 3) * 32**2 - 32**2
     True
     """
-    _check_reach("frames", frames, grid.t)
+    check_grid(grid)
+    return _spatial_mask(grid, _checked_reach("frames", frames, grid.t))
+
+
+@lru_cache(maxsize=8)
+def _spatial_mask(grid: VideoGrid, frames: int) -> BlockMask:
     token = np.arange(grid.tokens) - grid.video_start
     return interval_mask(*_spatial(grid, token, frames), BLOCK, grid.tokens)
 
 
-@lru_cache(maxsize=8)
 def temporal_mask(grid: VideoGrid, places: int) -> BlockMask:
     """The mask of a temporal head, over tokens in :meth:`VideoGrid.temporal_order`.
 
     Raises:
         ValueError: ``places`` is no reach within a frame.
     """
-    _check_reach("places", places, grid.frame_tokens)
+    check_grid(grid)
+    return _temporal_mask(grid, _checked_reach("places", places, grid.frame_tokens))
+
+
+@lru_cache(maxsize=8)
+def _temporal_mask(grid: VideoGrid, places: int) -> BlockMask:
     token = grid.temporal_order() - grid.video_start
     place, start = token % grid.frame_tokens, grid.video_start
     behind = start + grid.frame_tokens  # where frame 0 ends
@@ -148,7 +162,6 @@ def temporal_mask(grid: VideoGrid, places: int) -> BlockMask:
     return interval_mask(*_with_text(grid, token, begin, end), BLOCK, grid.tokens)
 
 
-@lru_cache(maxsize=8)
 def raster_temporal_mask(grid: VideoGrid, places: int) -> BlockMask:
     """The same over tokens in raster order, in which a temporal head keeps a run of each frame.
 
@@ -158,7 +171,12 @@ def raster_temporal_mask(grid: VideoGrid, places: int) -> BlockMask:
     Raises:
         ValueError: ``places`` is no reach within a frame.
     """
-    _check_reach("places", places, grid.frame_tokens)
+    check_grid(grid)
+    return _raster_temporal_mask(grid, _checked_reach("places", places, grid.frame_tokens))
+
+
+@lru_cache(maxsize=8)
+def _raster_temporal_mask(grid: VideoGrid, places: int) -> BlockMask:
     token, size = np.arange(grid.tokens) - grid.video_start, grid.frame_tokens
     place, frame = token % size, np.arange(1, grid.t)
     begin = frame * size + np.maximum(place - places, 0)[:, None]
@@ -193,7 +211,6 @@ class Samples(NamedTuple):
     mask: BlockMask
 
 
-@lru_cache(maxsize=8)
 def samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samples:
     """Draw query rows: whole runs, without replacement.
 
@@ -204,13 +221,23 @@ def samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samp
         seed: draws other rows.
 
     Raises:
-        ValueError: ``fraction`` is not above 0 and up to 1, or a window beyond the grid.
+        TypeError: windows that are no pair of integers.
+        ValueError: ``fraction`` is not above 0 and up to 1, a seed that is none, or a window beyond
+            the grid.
     """
     _check_fraction("sample", fraction, "pass 0.01 for 1%")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
         raise ValueError(wrong("seed", "an int from 0", repr(seed), "pass 0, or another number"))
-    _check_reach("frames", reach.frames, grid.t)
-    _check_reach("places", reach.places, grid.frame_tokens)
+    if not isinstance(reach, tuple) or len(reach) != 2:
+        expected, fix = "a pair, (frames, places)", "pass what windows(grid, keep) gives"
+        raise TypeError(wrong("reach", expected, repr(reach), fix))
+    frames = _checked_reach("frames", reach[0], grid.t)
+    places = _checked_reach("places", reach[1], grid.frame_tokens)
+    return _samples(grid, Windows(frames, places), float(fraction), int(seed))
+
+
+@lru_cache(maxsize=8)
+def _samples(grid: VideoGrid, reach: Windows, fraction: float, seed: int) -> Samples:
     runs = grid.video_tokens // RUN
     drawn = max(1, int(fraction * grid.video_tokens) // RUN)
     token = np.arange(grid.video_tokens)
@@ -293,7 +320,7 @@ def route(
     kept: list[Any] = []
     xp = checked_inputs(q, k, grid, watch=False)
     capturing = xp is not np and xp.cuda.get_current_stream().is_capturing()
-    reach = reach or windows(grid, keep)
+    reach = windows(grid, keep) if reach is None else reach
     with pool_may_grow() if capturing else nullcontext():
         routes = route_checked(q, k, v, grid, reach, sample, seed, sm_scale, kept)
     if capturing:
@@ -483,16 +510,15 @@ def _with_text(grid: VideoGrid, token: _Int, begin: _Int, end: _Int) -> tuple[_I
 
 
 def _check_fraction(name: str, value: Any, fix: str) -> None:
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    real = isinstance(value, int | float | np.floating | np.integer)
+    number = real and not isinstance(value, bool)
     if not (number and 0 < value <= 1):
         raise ValueError(wrong(name, "a fraction above 0, up to 1", repr(value), fix))
 
 
-def _check_reach(name: str, reach: int, count: int) -> None:
-    if not 0 <= reach < count:
-        raise ValueError(
-            wrong(name, f"a reach from 0 to {count - 1}", reach, "pass one within the grid")
-        )
+def _checked_reach(name: str, reach: Any, count: int) -> int:
+    expected = f"a reach from 0 to {count - 1}"
+    return whole(name, reach, 0, count - 1, "pass one within the grid", expected)
 
 
 def _check_values(q: Any, v: Any) -> None:

@@ -26,6 +26,7 @@ from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks.geometry import pair
 from tessera_cupy.permute import TokenOrders
 from tessera_cupy.sparsifiers.clusters import expand, kmeans, pieces, room
+from tessera_cupy.sparsifiers.parameters import share
 from tessera_cupy.sparsifiers.scoring import keep_mass, scores
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs
 from tessera_cupy.video import VideoGrid
@@ -78,10 +79,11 @@ def select(
 
     Raises:
         TypeError: as :func:`~tessera_cupy.sparsifiers.selection.checked_inputs` says; numbers of
-            clusters, iterations or tokens that are no integers; centroids that are no pair, or not
-            where q and k are.
+            clusters, iterations or tokens that are no integers, shares that are no numbers;
+            centroids that are no pair, or not where q and k are.
         ValueError: likewise; more clusters than video tokens; shares outside 0 to 1; centroids of
-            other shapes; pieces without tokens.
+            other shapes, or with NaN or infinities, which on a GPU :meth:`Selection.check` tells;
+            pieces without tokens.
 
     >>> import numpy as np
     >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 4 * 16 * 16, 32))
@@ -90,10 +92,8 @@ def select(
     1024
     """
     checked_inputs(q, k, grid)
-    for name, share in (("top_p", top_p), ("min_kc_ratio", min_kc_ratio)):
-        if not 0 <= share <= 1:
-            fix = "pass 0.1 for a tenth"
-            raise ValueError(wrong(name, "a share from 0 to 1", share, fix))
+    top_p = share("top_p", top_p, "pass 0.9 for nine tenths")
+    min_kc_ratio = share("min_kc_ratio", min_kc_ratio, "pass 0.1 for a tenth")
     q_piece, k_piece = (QUERY_PIECE, KEY_PIECE) if piece is None else pair(piece, "piece")
     if min(q_piece, k_piece) < 1:
         got = (q_piece, k_piece)

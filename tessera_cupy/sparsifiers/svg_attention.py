@@ -23,6 +23,7 @@ from tessera_cupy.masks import BlockMask
 from tessera_cupy.permute import move_chosen
 from tessera_cupy.routed import RoutedPlan
 from tessera_cupy.sparsifiers import svg
+from tessera_cupy.sparsifiers.parameters import switch
 from tessera_cupy.sparsifiers.selection import check_grid, checked_inputs
 from tessera_cupy.video import VideoGrid
 
@@ -74,7 +75,8 @@ def svg_attention(
         a graph that captured the call may be replayed: what the graph uses lives as long.
 
     Raises:
-        TypeError: arrays of other kinds or dtypes, or a grid that is none.
+        TypeError: arrays of other kinds or dtypes, a grid that is none, or ``in_place`` that is
+            neither True nor False.
         ValueError: shapes or devices that do not fit, fractions that are none; a first call within
             a capture.
         NoGpuError, UnsupportedGpuError, KernelMissingError, KernelCompileError: see
@@ -87,14 +89,11 @@ def svg_attention(
         (1, 2, 480, 16)
     """
     check_grid(grid)
-    for name, number in (("step", step), ("warm_up_steps", warm_up_steps)):
-        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-        if number is not None and not (whole and number >= 0):
-            fix = "count the denoising steps"
-            raise ValueError(wrong(name, "an int from 0", repr(number), fix))
-    if step is not None and step < warm_up_steps:
+    dense_steps = _checked_step("warm_up_steps", warm_up_steps)
+    if step is not None and _checked_step("step", step) < dense_steps:
         dense = _dense(grid.tokens)
         return block_sparse_attention(q, k, v, dense, sm_scale=sm_scale, stream=stream)
+    in_place = switch("in_place", in_place)
     rule = _Rule(grid, svg.windows(grid, keep), sample, seed, in_place, sm_scale)
     if interop.on_host(q):
         host = [interop.host_array(x) for x in (q, k, v)]
@@ -116,6 +115,13 @@ def svg_attention(
         if capturing:
             keep_while(out, kept)
         return interop.returned(out, q)
+
+
+def _checked_step(name: str, number: Any) -> int:
+    whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+    if not (whole and number >= 0):
+        raise ValueError(wrong(name, "an int from 0", repr(number), "count the denoising steps"))
+    return int(number)
 
 
 class _Inputs(NamedTuple):
@@ -156,7 +162,7 @@ def _whole_rows(array: Any, cupy: Any) -> Any:
 def _on_host(inputs: _Inputs, rule: _Rule, routes: Any) -> Any:
     """The same by a mask of all heads and the NumPy executor."""
     checked_inputs(inputs.q, inputs.k, rule.grid)
-    routes = rule.route(inputs, []) if routes is None else np.asarray(routes)
+    routes = rule.route(inputs, []) if routes is None else _as_array(routes)
     _check_routes(routes, inputs.q, "NumPy")
     if not np.isin(routes, (svg.SPATIAL, svg.TEMPORAL)).all():
         got = np.unique(routes).tolist()
@@ -194,6 +200,13 @@ def _on_gpu(inputs: _Inputs, out: Any, rule: _Rule, routes: Any, kept: list[Any]
     spatial.run(*inputs, out, chosen=routes, taken=svg.SPATIAL, sm_scale=scale)
     temporal.run(*moved, moved.q, chosen=routes, taken=svg.TEMPORAL, sm_scale=scale)
     move_chosen((moved.q,), (out,), chosen, only=svg.TEMPORAL, inverse=True)
+
+
+def _as_array(routes: Any) -> Any:
+    try:
+        return np.asarray(routes)
+    except ValueError:  # of lists that differ in length
+        return np.asarray(routes, object)
 
 
 def _check_routes(routes: Any, q: Any, library: str) -> None:

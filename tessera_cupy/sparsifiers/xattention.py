@@ -26,6 +26,7 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.gpus import arch_of
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.sparsifiers import fixed
+from tessera_cupy.sparsifiers.parameters import share, whole
 from tessera_cupy.sparsifiers.scoring import keep_mass
 from tessera_cupy.sparsifiers.selection import Selection, checked_inputs, flag_of, memory
 from tessera_cupy.video import VideoGrid
@@ -59,9 +60,11 @@ def select(
     (8, 8)
     """
     checked_inputs(q, k, grid)
+    expected, fix = " or ".join(map(str, STRIDES)), "16 is the published one, 8 finer"
+    stride = whole("stride", stride, min(STRIDES), max(STRIDES), fix, expected)
     if stride not in STRIDES:
-        fix = "16 is the published one, 8 finer"
-        raise ValueError(wrong("stride", f"one of {STRIDES}", stride, fix))
+        raise ValueError(wrong("stride", expected, stride, fix))
+    threshold = share("threshold", threshold, "pass 0.9 for 90%")
     score = log_sums(q, k, stride)
     mask = BlockMask.from_dense(
         keep_mass(score, threshold), (BLOCK, BLOCK), (grid.tokens, grid.tokens)

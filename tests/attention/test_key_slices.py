@@ -14,6 +14,7 @@ from tessera_cupy import (
     ArraySpec,
     BlockMask,
     KeySlices,
+    PlanNotEligibleError,
     block_sparse_attention,
     make_plan,
     reference,
@@ -96,6 +97,38 @@ def test_a_plan_takes_slices_and_new_ones() -> None:
     np.testing.assert_allclose(again.run(q, k, v), reference.attention(q, k, v, tokens), atol=1e-5)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [16, 64, 128, 192])
+def test_a_plan_of_slices_that_fill_whole_blocks_takes_others(group: int, dim: int) -> None:
+    """Whole blocks have no token bits, for which there are kernels of more shapes."""
+    shape = (200, 96)
+    kept = np.ones((-(-200 // group), 96), bool)
+    whole = KeySlices.from_groups(kept, group, shape)
+    assert not whole.to_block_mask().has_token_bits
+    some = KeySlices.from_groups(kept & (np.arange(96) % 3 > 0), group, shape)
+    arrays = inputs(shape, (1, 2, 1), dim)
+    plan = make_plan(whole, *arrays, arch="sm_90a")
+    for slices in (some, whole):
+        made = plan.update(slices)
+        assert made.spec is plan.spec
+        exact = reference.attention(*arrays, slices)
+        np.testing.assert_allclose(made.run(*arrays), exact, atol=1e-5)
+
+
+def test_plans_that_read_no_token_bits_are_for_no_slices() -> None:
+    regime = "attend_wgmma/q192k128/merge-pack/longest+split"
+    q, k = (ArraySpec((1, 1, n, 64), "float16") for n in (200, 96))
+    plain = BlockMask.from_dense(np.ones((13, 6), bool), (16, 16), (200, 96))
+    plan = make_plan(plain, q, k, arch="sm_90a", regime=regime)
+    whole = KeySlices.from_groups(np.ones((13, 96), bool), 16, (200, 96))
+    with pytest.raises(PlanNotEligibleError, match=r"token bits .*, which slices need that run as"):
+        make_plan(whole, q, k, arch="sm_90a", regime=regime)
+    tokens = BlockMask.from_tokens(np.tri(200, 96, dtype=bool), (16, 16))
+    for mask in (whole, tokens):
+        with pytest.raises(PlanNotEligibleError, match=r"`mask`.*token bits.*make_plan"):
+            plan.update(mask)
+
+
 def test_slices_and_what_was_made_of_them_end_together() -> None:
     slices, _ = drawn(64, (150, 230), 0.2)
     arrays = inputs((150, 230), (1, 1, 1))
@@ -130,10 +163,14 @@ def test_the_kernels_on_the_emulated_gpu(
     slices, tokens = drawn(group, shape, 0.2, (1, 2))
     q, k, v = inputs(shape, (1, 2, 1), 64, "float16")
     exact = reference.attention(q, k, v, tokens)
+    whole = KeySlices.from_groups(np.ones_like(slices.to_dense()), group, shape)
     with EmulatedGpu(kernel_cache.parent / "emulated-kernels", 1).here() as gpu:
         arrays = [gpu.array(x) for x in (q, k, v)]
         out = block_sparse_attention(*arrays, slices, regime=plan).get().astype(np.float64)
         assert [name for name in gpu.launched if name.startswith(kernel)]
+        # No token bits are there to be read.
+        all_of = block_sparse_attention(*arrays, whole, regime=plan).get().astype(np.float64)
+    np.testing.assert_allclose(all_of, reference.attention(q, k, v, whole), atol=4e-3)
     np.testing.assert_allclose(out, exact, atol=4e-3)
     assert (out[np.broadcast_to(~tokens.any(axis=3), out.shape[:3])] == 0).all()
 

@@ -738,7 +738,7 @@ def bad_counts(gpu: EmulatedGpu) -> tuple[Any, BlockMask, str]:
     mask = BlockMask.from_lists(*arrays, 5, (64, 64))
     kept_blocks = np.zeros((2, 5), bool)
     kept_blocks[0, [1, 2]] = True
-    return mask, BlockMask.from_dense(kept_blocks, (64, 64)), "count out of range"
+    return mask, BlockMask.from_dense(kept_blocks, (64, 64)), "counts or offsets that do not fit"
 
 
 def bad_csr(gpu: EmulatedGpu) -> tuple[Any, BlockMask, str]:
@@ -746,7 +746,11 @@ def bad_csr(gpu: EmulatedGpu) -> tuple[Any, BlockMask, str]:
     mask = BlockMask.from_csr(*arrays, (2, 5), (64, 64))
     kept_blocks = np.zeros((2, 5), bool)
     kept_blocks[0, [1, 4]] = True
-    return mask, BlockMask.from_dense(kept_blocks, (64, 64)), "column out of range; count out"
+    return (
+        mask,
+        BlockMask.from_dense(kept_blocks, (64, 64)),
+        "column out of range; counts or offsets",
+    )
 
 
 def bad_bits(gpu: EmulatedGpu) -> tuple[Any, BlockMask, str]:

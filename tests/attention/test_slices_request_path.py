@@ -295,8 +295,8 @@ BAD = {
     "twice": Bad([3, 9, 3, 70], 4, [3, 9, 70], "twice in a row", "key 3 twice in"),
     "past the end": Bad([3, 230, 9], 3, [3, 9], "out of range", "key 230 in"),
     "negative": Bad([-1, 5], 2, [5], "out of range", "key -1 in"),
-    "count": Bad([3, 9], 200, [3, 9], "count out of range", "0 to"),
-    "negative count": Bad([3, 9], -4, [], "count out of range", "0 to"),
+    "count": Bad([3, 9], 200, [3, 9], "counts or offsets that do not fit", "0 to"),
+    "negative count": Bad([3, 9], -4, [], "counts or offsets that do not fit", "0 to"),
 }
 
 
@@ -364,8 +364,40 @@ def test_offsets_that_are_none_give_no_garbage(gpu: Any) -> None:
     given = [gpu.array(x) for x in inputs((150, 230), 64, np.float16, heads=1)]
     plan = make_plan(slices, *given, regime=RETAIN)
     assert np.isnan(plan.run(*given).get()).all()
-    with pytest.raises(ValueError, match="count out of range"):
+    with pytest.raises(ValueError, match="counts or offsets that do not fit"):
         plan.check()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    ("ends", "kept"),
+    [
+        ([0, 3, 5, 6], [range(3), range(3, 5), [5]]),
+        ([0, 3, 3, 3], [range(3), [], []]),
+        ([0, 3, 2, 9], [range(3), [], range(2, 9)]),
+        ([0, 3, 9, 7], [range(3), range(3, 9), []]),
+        ([2, 3, 5, 9], [[2], range(3, 5), range(5, 9)]),
+    ],
+)
+def test_offsets_that_end_early_or_fall_are_found(
+    gpu: Any, ends: list[int], kept: list[Any], dtype: Any
+) -> None:
+    """Of nine keys, each its own place in the list."""
+    keys = gpu.array(np.arange(9, dtype=dtype))
+    slices = KeySlices.from_csr(gpu.array(np.array(ends, dtype)), keys, 64, (150, 230))
+    arrays = inputs((150, 230), 64, np.float16, heads=1)
+    given = [gpu.array(x) for x in arrays]
+    plan = make_plan(slices, *given, regime=RETAIN)
+    rows = np.zeros((3, 230), bool)
+    for row, listed_keys in zip(rows, kept, strict=True):
+        row[list(listed_keys)] = True
+    out, lse = plan.run(*given, return_lse=True)
+    check(out.get(), lse.get(), arrays, KeySlices.from_groups(rows, 64, (150, 230)))
+    with pytest.raises(ValueError, match="counts or offsets that do not fit"):
+        plan.check()
+    with pytest.raises(ValueError, match="`indptr`: expected offsets that rise from 0 to 9"):
+        slices.check()
 
 
 @needs_compiler

@@ -334,7 +334,8 @@ def test_masks_without_blocks(run: Runner, form: str, shape: tuple[int, int]) ->
     values = np.zeros(1, np.uint8 if form in ("dense", "packed") else np.int32)
     rows, nk = shape
     bounds = {"lists": np.zeros(rows, np.int32), "csr": np.zeros(rows + 1, np.int64)}
-    state = run(Source(form, values, rows, nk, bounds.get(form), stride=1, width=1))
+    width = 0 if form == "csr" else 1
+    state = run(Source(form, values, rows, nk, bounds.get(form), stride=1, width=width))
     assert not state.row_count.any()
     assert not state.scalars.any()
 
@@ -451,6 +452,9 @@ def test_counts_out_of_range_are_flagged(
         ([0, -3, 2, 4], [(1, 0), (1, 1), (2, 2), (2, 3)]),
         ([0, 9, 9, 9], [(0, 0), (0, 1), (0, 2), (0, 3)]),
         ([-(2**63), 2, 2**63 - 1, 4], [(0, 0), (0, 1), (1, 2), (1, 3)]),
+        ([0, 1, 2, 3], [(0, 0), (1, 1), (2, 2)]),
+        ([0, 4, 4, 2], [(0, 0), (0, 1), (0, 2), (0, 3)]),
+        ([0, 0, 0, 0], []),
     ],
 )
 def test_offsets_out_of_range_are_flagged(

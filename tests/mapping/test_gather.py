@@ -346,7 +346,8 @@ def test_a_plan_says_what_it_gathers() -> None:
     plan = named_plan()
     text = plan.explain()
     assert "3 gathered, 128 in runs, over all tiles" in text
-    assert "slices of 128 rows by single keys" in text
+    assert "slices of 128 rows by single keys, density 0.3" in text
+    assert "run coverage" not in text  # which would be that of blocks
     assert "KV gather: a step is filled with runs of keys and single keys" in text
     facts = plan.summary()
     assert (facts["gathered_rows"], facts["rows_in_runs"]) == (3, 128)

@@ -126,6 +126,26 @@ def test_what_is_no_number_is_told_by_the_check(gpu: EmulatedGpu, name: str, rul
         chosen.check()
 
 
+@pytest.mark.parametrize(("side", "bad"), [(0, np.nan), (1, np.nan), (1, -np.inf)])
+def test_centroids_that_are_no_numbers_are_told_by_the_check(
+    gpu: EmulatedGpu, side: int, bad: float
+) -> None:
+    grid = VideoGrid(2, 9, 11)
+    q, k = drawn(grid)
+    begun = [x[:, :, 20 : 20 + n].astype(np.float32) for x, n in ((q, 4), (k, 9))]
+    given = map(gpu.array, (q, k))
+    rule: dict[str, Any] = {"q_clusters": 4, "k_clusters": 9}
+    good = (gpu.array(begun[0]), gpu.array(begun[1]))
+    svg2.select(*given, grid, **rule, centroids=good).check()
+    begun[side][0, 1, 2, 15] = bad
+    there = (gpu.array(begun[0]), gpu.array(begun[1]))
+    chosen = svg2.select(*map(gpu.array, (q, k)), grid, **rule, centroids=there)
+    with pytest.raises(ValueError, match="`centroids`: expected finite numbers"):
+        chosen.check()
+    with pytest.raises(ValueError, match="`centroids`: expected finite numbers"):
+        svg2.select(q, k, grid, **rule, centroids=(begun[0], begun[1]))
+
+
 def test_tokens_move_into_orders_that_only_the_gpu_knows(gpu: EmulatedGpu) -> None:
     grid = VideoGrid(2, 9, 11)
     q, k = drawn(grid)

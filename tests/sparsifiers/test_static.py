@@ -107,7 +107,7 @@ class TestWrongInput:
             ({"reach": 1, "anchors": 257}, "`anchors`: expected 0 to 256"),
             ({"reach": 4, "unit": "blocks"}, "`reach`: expected 0 to 3"),
             ({"reach": 1, "anchors": 5, "unit": "blocks"}, "`anchors`: expected 0 to 4"),
-            ({"reach": 1, "unit": "frames"}, '`unit`: expected "tokens" or "blocks"'),
+            ({"reach": 1, "unit": "frames"}, "`unit`: expected 'tokens' or 'blocks'"),
             ({"reach": 1, "block_size": (60, 64)}, "`block_size`: expected multiples of 8"),
             (
                 {"reach": 1, "unit": "blocks", "block_size": (64, 32)},

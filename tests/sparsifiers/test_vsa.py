@@ -141,7 +141,7 @@ class TestWrongInput:
 
     @pytest.mark.parametrize("cube", [(4, 4), (0, 4, 4), (4, 4, 4, 4)])
     def test_cube(self, cube: Any) -> None:
-        with pytest.raises(ValueError, match="`tile`: expected three extents"):
+        with pytest.raises(ValueError, match="`cube`: expected three extents"):
             vsa.select(*drawn(self.GRID), self.GRID, cube=cube)
 
     def test_another_grid(self) -> None:
