@@ -35,7 +35,7 @@ def command_line() -> Iterator[str]:
     from tessera_cupy import cli
 
     # The width of the page, whatever the terminal's.
-    with mock.patch.dict(os.environ, {"COLUMNS": "88", "NO_COLOR": "1"}):
+    with mock.patch.dict(os.environ, {"COLUMNS": "80", "NO_COLOR": "1"}):
         for parser in _parsers(cli._parser()):
             level = "#" * min(4, 1 + len(parser.prog.split()))
             yield f"{level} {parser.prog}\n\n```text\n{parser.format_help().rstrip()}\n```\n"
