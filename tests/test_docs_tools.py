@@ -67,6 +67,15 @@ def test_a_docstring_as_markdown() -> None:
     ]
 
 
+def test_a_shape_is_no_type_of_what_is_returned() -> None:
+    griffe = pytest.importorskip("griffe")
+    made = tool("docstrings").as_markdown("One.\n\nReturns:\n    (n,) int64: the order.\n")
+    sections = griffe.Docstring(made).parse(
+        "google", returns_named_value=False, returns_multiple_items=False, warnings=False
+    )
+    assert sections[1].value[0].description == "(n,) int64&#58; the order."
+
+
 def test_a_simple_table_as_markdown() -> None:
     pytest.importorskip("griffe")
     made = tool("docstrings").as_markdown(

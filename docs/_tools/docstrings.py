@@ -14,6 +14,7 @@ from typing import Any
 import griffe
 
 _ROLE = re.compile(r":(?:class|func|meth|attr|data|mod|exc|const):`(~?)([\w.]+)`")
+_RETURNED = re.compile(r"^(Returns:\n +)(.*)$", re.MULTILINE)
 _RULE = re.compile(r"^\s*=+(?:\s+=+)+\s*$")
 
 
@@ -48,6 +49,8 @@ def as_markdown(text: str, obj: griffe.Object | None = None) -> str:
         obj: what it is of; short names are looked up from there.
     """
     text = _ROLE.sub(lambda found: _link(found[2], bool(found[1]), obj), text)
+    # What stands before a colon is a shape here, which Griffe would take for a type.
+    text = _RETURNED.sub(lambda found: found[1] + found[2].replace(": ", "&#58; "), text)
     return "\n".join(_fenced(_tabled(text.splitlines())))
 
 
