@@ -52,9 +52,9 @@ def test_its_figures_are_those_that_were_measured() -> None:
 
 def rows(text: str) -> dict[str, dict[str, str]]:
     """The first table of families: by name, each row's cells by their column's title."""
-    table = re.search(r"^(\| family \|.*?)\n\n", text, re.DOTALL | re.MULTILINE)
+    table = re.search(r"^\| family \|.*\n(?:\|.*\n)+", text, re.MULTILINE)
     assert table is not None
     titles, _, *cells = (
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()
     )
     return {row[0]: dict(zip(titles, row, strict=True)) for row in cells}
