@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera_cupy import cli
+import tessera_cupy
+from tessera_cupy import cli, reference, sparsifiers
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -174,6 +175,16 @@ def test_links_and_anchors_resolve(name: str) -> None:
         if DOCS in page.parents:
             assert DOCS in target.parents, f"{link}: the site has no other files"
         assert not anchor or anchor in slugs(target), link
+
+
+def test_the_reference_has_all_that_is_public() -> None:
+    pages = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    for package in (tessera_cupy, reference, sparsifiers):
+        for name in package.__all__:
+            home = getattr(getattr(package, name), "__module__", None)
+            assert {f"{package.__name__}.{name}", home} & shown, name
+    assert {"tessera_cupy.errors", "tessera_cupy.video.VideoGrid", "tessera_cupy.viz"} <= shown
 
 
 def test_the_readme_s_links_lead_into_the_site() -> None:
