@@ -18,13 +18,14 @@ ifeq ($(filter $(CUDA),12 13),)
 $(error CUDA=$(CUDA): expected 12 or 13)
 endif
 
-.PHONY: help venv demo test test-all check format clean
+.PHONY: help venv demo test test-all check format docs clean
 
 help:
 	@echo "make demo      attention on real video frames under a real mask; writes demo.png"
 	@echo "make test      the tests; those for a GPU run where there is one (ARGS=... for pytest)"
 	@echo "make test-all  the same, and the whole kernel catalog compiled for every architecture"
 	@echo "make check     formatting, lint and types"
+	@echo "make docs      the documentation, in site/, and whether it needs the network"
 	@echo "make format    let the formatters rewrite the sources"
 	@echo "make venv      create .venv and install everything (the others do this when needed)"
 	@echo "make clean     remove what these commands wrote, except .venv"
@@ -42,7 +43,7 @@ $(STAMP): pyproject.toml
 	  $(PYTHON) -m venv --clear $(VENV); \
 	fi
 	@echo "Installing tessera-cupy and its tools for CUDA $(CUDA) in $(VENV) (a few hundred MB the first time)"
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[cuda$(CUDA),demo,notebooks,profile,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[cuda$(CUDA),demo,notebooks,profile,docs,dev]'
 	@touch $@
 
 demo: $(STAMP)
@@ -65,6 +66,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CUDA_SOURCES)
 
+# The theme's makers tell of other programs; the build says nothing else that is not a fault.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/_tools/check_site.py site
+
 clean:
-	rm -rf build dist demo.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site demo.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

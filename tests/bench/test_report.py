@@ -303,8 +303,8 @@ def test_markdown_keeps_what_it_would_take_for_its_own() -> None:
     ]
 
 
-def test_the_readmes_places_are_pairs_of_known_names_around_tables() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_places_of_measured_tables_are_pairs_of_known_names_around_tables() -> None:
+    text = (ROOT / "docs" / "measured.md").read_text()
     places = markers.find(text)
     assert {"families", "request", "rules", "slices-random", "slices-clip"} <= set(places)
     for name, (begin, end) in places.items():
@@ -314,9 +314,9 @@ def test_the_readmes_places_are_pairs_of_known_names_around_tables() -> None:
     assert len(re.findall("bench:[a-z]", text)) == 2 * len(places)
 
 
-def test_a_report_of_every_kind_fits_the_readme(ran: list[str], tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    page = tmp_path / "README.md"
+def test_a_report_of_every_kind_fits_its_place(ran: list[str], tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "measured.md").read_text()
+    page = tmp_path / "measured.md"
     page.write_text(text)
     for bench in ("families", "request", "rules", "slices"):
         made = report.stamp(changed(bench), bench, words=["bench", bench], cold=False)
