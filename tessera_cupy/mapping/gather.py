@@ -1,9 +1,12 @@
 """Gather: the lists of key slices become steps that mix runs of keys with single keys.
 
-A step's columns are what costs, and a fragment takes all of its slot's columns, however short it
-is. So only runs that fill a slot, or nearly so, are block fragments; all other keys of a tile, or
-of a class of it, are packed into gathered fragments, of which the last one alone is short. The
-steps are then about as few as the keys allow, wherever these lie.
+A step's columns cost most, and a fragment takes all of its slot's columns, however short it is;
+gathering a key costs a little more. So cost decides: a run is a block fragment where its slot costs
+no more than gathering its keys in full ones (:func:`shortest_block`). All other keys of a tile, or of
+a class of it, are packed into gathered fragments, of which the last one alone is short. The steps are
+then about as few as the keys allow, wherever these lie: on 7,800 tokens of real video, in tiles of
+128 x 192, FG-Attn's 30% of the keys for groups of 128 took 6,616 steps with all runs of 8 and up as
+fragments, 4,038 with 16, 2,455 with 32, and 2,379 with 48 or whole slots only.
 
 Share puts two groups of query rows into the halves of a tile. Keys of both, of the first and of
 the second are lists apart, so that a key that both list is loaded once; :func:`share` then
@@ -16,6 +19,7 @@ the lists, and a gathered run costs its kernel a row number a key. Their tiles h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +39,10 @@ if TYPE_CHECKING:
 #: where their rows are gathered.
 SLOT = 64
 
-#: Fewest keys of a block fragment that does not fill its slot; shorter runs, and what longer ones
-#: have over, are gathered. The rest of the slot is computed for nothing: on 7,800 tokens of real
-#: video, in tiles of 128 x 192, FG-Attn's 30% of the keys for groups of 128 take 6,616 steps with
-#: runs of 8 and up as fragments, 4,038 with 16, 2,455 with 32, and 2,379 with 48 or whole slots
-#: only; Chipmunk's 6% take 1,112, 848, 738 and 738.
-SHORTEST_BLOCK = 48
+#: What gathering a key costs beside computing its column, by Q side: on an H200 random keys took 1.10
+#: times as long as as many in blocks with a group a tile, and 1.46 with two groups a tile, which
+#: read twice as many rows for the same products (kernels_cu/NOTES.md).
+GATHERED_COST = {"retain": 0.10, "split": 0.10, "share": 0.46}
 
 #: Fewest query rows of a group: those that skip a step together.
 _LEAST_GROUP = 64
@@ -68,6 +70,18 @@ def why_not(slices: KeySlices | None, q_side: QSide, q: int) -> str | None:
     if q_side not in ("retain", "split", "share"):
         return f"gather KV needs Q that is retained, split or shared, got {q_side}"
     return None
+
+
+def shortest_block(q_side: QSide, slot: int) -> int:
+    """Fewest keys of a run that become a block fragment of ``slot`` columns.
+
+    A fragment costs its ``slot`` columns, ``n`` gathered keys in full fragments
+    ``n (1 + cost of gathering)``.
+
+    >>> shortest_block("retain", 64), shortest_block("share", 64)
+    (59, 44)
+    """
+    return math.ceil(slot / (1 + GATHERED_COST[q_side]))
 
 
 def map_slices(
@@ -112,10 +126,11 @@ def map_slices(
     lists = table.lists.ravel()
     # Room for groups without a common key; pages that nothing is written to cost nothing.
     rows, used = np.empty(slices.nnz, np.int32), 0
+    shortest = shortest_block(q_side, slot) if runs else None
     of_heads = []
     for head in range(heads):
         keys, offsets = (_classes if q_side == "share" else _groups)(slices, head)
-        single, of_lists = _cut(keys, offsets, slot, used, runs)
+        single, of_lists = _cut(keys, offsets, slot, used, shortest)
         rows[used : used + len(single)] = single
         used += len(single)
         counts = np.diff(of_lists.offsets)[lists]
@@ -232,7 +247,11 @@ def _classes(slices: KeySlices, head: int) -> tuple[NDArray[np.int32], NDArray[n
 
 
 def _cut(
-    keys: NDArray[np.int32], offsets: NDArray[np.int64], slot: int, used: int, runs: bool
+    keys: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    slot: int,
+    used: int,
+    shortest: int | None,
 ) -> tuple[NDArray[np.int32], _Fragments]:
     """Cut lists of ascending keys into block fragments and gathered ones.
 
@@ -241,7 +260,7 @@ def _cut(
         offsets: CSR over the lists.
         slot: columns of a fragment.
         used: rows that are gathered before these.
-        runs: as of :func:`map_slices`.
+        shortest: fewest keys of a block fragment; None gathers all.
 
     Returns:
         The keys that are gathered, and the fragments.
@@ -251,11 +270,13 @@ def _cut(
     opens[offsets[:-1][np.diff(offsets) > 0]] = True
     first = np.flatnonzero(opens)
     length = np.diff(first, append=len(keys))
-    long = np.flatnonzero((length >= min(slot, SHORTEST_BLOCK)) & runs)
+    if shortest is None:
+        shortest = len(keys) + 1
+    long = np.flatnonzero(length >= shortest)
     first, length = first[long], length[long]
 
     rest = length % slot
-    length -= np.where(rest < SHORTEST_BLOCK, rest, 0)
+    length -= np.where(rest < shortest, rest, 0)
     single = np.ones(len(keys), np.bool_)
     single[consecutive(length, first)] = False
     of_run = np.searchsorted(offsets, first, side="right") - 1

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tessera_cupy import ArraySpec, KeySlices, make_plan, reference, viz
 from tessera_cupy.errors import PlanNotEligibleError
 from tessera_cupy.mapping import Mapping, Tiles, expand, map_mask, why_not
-from tessera_cupy.mapping.gather import SHORTEST_BLOCK, map_slices
+from tessera_cupy.mapping.gather import GATHERED_COST, map_slices
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.organization import DeviceModel, Organization, organize
 from tessera_cupy.reference.executor import execute_tiles
@@ -82,18 +82,19 @@ def test_runs_first_then_the_gathered_rows() -> None:
     [
         (7, [], [7]),
         (8, [], [8]),
-        (47, [], [47]),
-        (48, [48], []),
+        # A slot costs 64, gathering 58 keys 1.1 * 58 = 63.8, and 59 keys 64.9.
+        (58, [], [58]),
+        (59, [59], []),
         (63, [63], []),
         (64, [64], []),
         (65, [64], [1]),
-        (111, [64], [47]),
-        (112, [64, 48], []),
+        (122, [64], [58]),
+        (123, [64, 59], []),
         (128, [64, 64], []),
     ],
 )
 def test_what_a_run_is_cut_into(run: int, runs: list[int], gathered: list[int]) -> None:
-    assert SHORTEST_BLOCK == 48
+    assert GATHERED_COST["retain"] == 0.10
     keys = list(range(5, 5 + run))
     (mine,) = fragments_of(
         map_slices(slices_of(keys, group=64, shape=(64, 200)), "retain", 64, 192)
@@ -101,6 +102,18 @@ def test_what_a_run_is_cut_into(run: int, runs: list[int], gathered: list[int]) 
     assert [len(found) for kind, found, _ in mine if kind == "run"] == runs
     assert [len(found) for kind, found, _ in mine if kind == "rows"] == gathered
     assert [key for _, found, _ in mine for key in found] == keys
+
+
+@pytest.mark.parametrize(("run", "kind"), [(43, "rows"), (44, "run")])
+def test_two_groups_a_tile_gather_less(run: int, kind: str) -> None:
+    # 1.46 * 43 = 62.8 is less than the slot's 64, 1.46 * 44 = 64.2 is not.
+    assert GATHERED_COST["share"] == 0.46
+    keys = list(range(3, 3 + run))
+    slices = slices_of(keys, keys, group=64, shape=(128, 200))
+    (mine,) = fragments_of(map_slices(slices, "share", 128, 192))
+    # The rest of the step is padding.
+    assert mine[0][:2] == (kind, keys)
+    assert {found for found, _, _ in mine[1:]} == {"pad"}
 
 
 def test_a_run_ends_with_its_group() -> None:
