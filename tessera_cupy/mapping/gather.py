@@ -1,12 +1,13 @@
 """Gather: the lists of key slices become steps that mix runs of keys with single keys.
 
 A step's columns cost most, and a fragment takes all of its slot's columns, however short it is;
-gathering a key costs a little more. So cost decides: a run is a block fragment where its slot costs
-no more than gathering its keys in full ones (:func:`shortest_block`). All other keys of a tile, or of
-a class of it, are packed into gathered fragments, of which the last one alone is short. The steps are
-then about as few as the keys allow, wherever these lie: on 7,800 tokens of real video, in tiles of
-128 x 192, FG-Attn's 30% of the keys for groups of 128 took 6,616 steps with all runs of 8 and up as
-fragments, 4,038 with 16, 2,455 with 32, and 2,379 with 48 or whole slots only.
+gathering a key costs a little more. So cost decides: a run is a block fragment where its slot
+costs no more than gathering its keys in full ones (:func:`shortest_block`). All other keys of a
+tile, or of a class of it, are packed into gathered fragments, of which the last one alone is
+short. The steps are then about as few as the keys allow, wherever these lie: on 7,800 tokens of
+real video, in tiles of 128 x 192, FG-Attn's 30% of the keys for groups of 128 took 6,616 steps
+with all runs of 8 and up as fragments, 4,038 with 16, 2,455 with 32, and 2,379 with 48 or whole
+slots only.
 
 Share puts two groups of query rows into the halves of a tile. Keys of both, of the first and of
 the second are lists apart, so that a key that both list is loaded once; :func:`share` then
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 #: where their rows are gathered.
 SLOT = 64
 
-#: What gathering a key costs beside computing its column, by Q side: on an H200 random keys took 1.10
-#: times as long as as many in blocks with a group a tile, and 1.46 with two groups a tile, which
-#: read twice as many rows for the same products (kernels_cu/NOTES.md).
+#: What gathering a key costs beside computing its column, by Q side: on an H200 random keys took
+#: 1.10 times as long as as many in blocks with a group a tile, and 1.46 with two groups a tile,
+#: which read twice as many rows for the same products (kernels_cu/NOTES.md).
 GATHERED_COST = {"retain": 0.10, "split": 0.10, "share": 0.46}
 
 #: Fewest query rows of a group: those that skip a step together.
