@@ -70,12 +70,11 @@ class Boxes:
         across = (x1 - x0) * points * place.width * page.bbox.width / wide / digits / _DIGIT_WIDE
         down = (y1 - y0) * points * place.height * page.bbox.height / high / _DIGIT_HIGH
         fits = np.minimum(across, down)
-        size = min(_LARGEST_LABEL, float(np.median(fits)))
-        if size < _SMALLEST_LABEL:
-            return
-        for i in np.flatnonzero(fits > 0.9 * size).tolist():
+        # Most have one size, and what is narrower a smaller one.
+        sizes = np.minimum(min(_LARGEST_LABEL, float(np.median(fits))), fits)
+        for i in np.flatnonzero(sizes >= _SMALLEST_LABEL).tolist():
             x, y, text = (x0[i] + x1[i]) / 2, (y0[i] + y1[i]) / 2, texts[i]
-            label = ax.text(x, y, text, ha="center", va="center", fontsize=size, clip_on=True)
+            label = ax.text(x, y, text, ha="center", va="center", fontsize=sizes[i], clip_on=True)
             # The layout engine would measure every label, and they are all inside the axes.
             label.set_in_layout(False)
 
