@@ -149,3 +149,15 @@ def test_only_the_choice_is_the_hosts_where_the_gpu_plans(ax: Any) -> None:
 def test_a_request_of_no_time_is_drawn(ax: Any) -> None:
     viz.draw_profile(ax, Profile(True, 0, 0, 0, 0, 0, 0))
     assert ax.get_title() == "a request of 0.000 ms: preparation 0.000 ms, 0.0%"
+
+
+def test_very_many_gaps_are_hatched_as_one_path(ax: Any) -> None:
+    from matplotlib.patches import PathPatch
+
+    at = np.arange(1001)
+    viz.draw_tasks(ax, at * 0, 2 * at + 1, 2 * at + 2)
+    (patch,) = [artist for artist in ax.get_children() if isinstance(artist, PathPatch)]
+    assert patch.get_hatch()
+    boxes = patch.get_path().vertices.reshape(-1, 5, 2)
+    assert boxes[:, 0, 0].tolist() == (2 * at).tolist()
+    assert boxes[:, 1, 0].tolist() == (2 * at + 1).tolist()
