@@ -23,26 +23,23 @@ _MOST_NAMED = len(style.STEP_COLOURS)
 
 
 class Placed(Protocol):
-    """What is predicted of a plan's tasks, as ``tessera_cupy.cost.predict(plan)`` gives it.
-
-    Attributes:
-        slots: how many CTAs run at a time.
-        slot: (N,) integers, the slot of each task, in launch order.
-        start_ms: (N,) ms, when each starts.
-        end_ms: (N,) ms, when each ends.
-    """
+    """What is predicted of N tasks, as ``tessera_cupy.cost.predict(plan)`` gives it."""
 
     @property
-    def slots(self) -> int: ...
+    def slots(self) -> int:
+        """How many CTAs run at a time."""
 
     @property
-    def slot(self) -> NDArray[Any]: ...
+    def slot(self) -> NDArray[np.int64]:
+        """(N,) the slot of each task, in launch order."""
 
     @property
-    def start_ms(self) -> NDArray[Any]: ...
+    def start_ms(self) -> NDArray[np.float64]:
+        """(N,) when each starts."""
 
     @property
-    def end_ms(self) -> NDArray[Any]: ...
+    def end_ms(self) -> NDArray[np.float64]:
+        """(N,) when each ends."""
 
 
 def draw_timeline(ax: Axes, plan: Plan, prediction: Placed) -> None:
