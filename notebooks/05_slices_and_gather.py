@@ -28,12 +28,10 @@
 # %matplotlib inline
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.collections import LineCollection
-from matplotlib.colors import ListedColormap
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from tessera_cupy import make_plan, reference
+from tessera_cupy import make_plan, reference, viz
 from tessera_cupy.bench import clips, slices_mass
 from tessera_cupy.mapping import Mapping, issued_pairs, map_mask, useful_fraction
 from tessera_cupy.masks.key_slices import block_mask
@@ -98,18 +96,9 @@ on_frames(slices[64].to_dense()[0, 0, group], f"Slices: keys of group {group}, 6
 # The same lists as a map: a line is a group, a column is one key of frame 6.
 
 # %%
-figure, axes = plt.subplots(2, 1, figsize=(15, 5.5), layout="constrained")
-for ax, (size, chosen) in zip(axes, slices.items(), strict=True):
-    groups = slice(2560 // size, 5120 // size)
-    part = chosen.to_dense()[0, 0, groups, 3600:4200]
-    area = (3600, 4200, groups.stop, groups.start)
-    colours = ListedColormap(["#F2F2F2", "#0072B2"])
-    ax.imshow(part, cmap=colours, aspect="auto", extent=area, interpolation="nearest")
-    ax.set_title(f"KeySlices, groups of {size} queries", fontsize=10)
-    ax.set_ylabel("group")
-axes[1].set_xlabel("key")
-handles = [Patch(color="#0072B2", label="kept key"), Patch(color="#F2F2F2", label="skipped key")]
-_ = figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+figure, axes = plt.subplots(2, 1, figsize=(15, 6), layout="constrained")
+for ax, chosen in zip(axes, slices.values(), strict=True):
+    viz.draw_slices(ax, chosen, window=viz.Window(2560, 5120, 3600, 4200))
 
 # %% [markdown]
 # Do the kept keys come in runs of neighbours? Blocks of 16 keys would like runs of 16 and more;
@@ -254,78 +243,17 @@ for order in orders:
 # multiplied for nothing; what is empty is multiplied only.
 
 # %%
-KINDS = ("kept by neither group", "by the first alone", "by the second alone", "by both")
-COLOURS = ("#D0D0D0", "#E69F00", "#009E73", "#0072B2")
-EMPTY, BLOCK, ROW = "#FFFFFF", "#222222", "#F0E442"
-
-
-def columns_of(tiles, tile):
-    """Of each column of a tile's steps: its key, its kind or -1 if empty, whether gathered."""
-    slot = tiles.shape.slot
-    fragments = np.arange(*tiles.frag_offsets[tile : tile + 2])[:, None]
-    column = np.arange(slot, dtype=np.uint32)
-    bits = tiles.frag_bits[fragments]
-    kind = np.zeros((len(fragments), slot), np.int64)
-    for half in (0, 1):
-        row = half * tiles.shape.q // 2
-        kept = tiles.frag_members[fragments] >> np.uint32(row // 8) & 1 == 1
-        if len(tiles.bits):
-            words = tiles.bits[bits, row, column // 32]
-            kept = kept & ((bits < 0) | (words >> column % 32 & 1 == 1))
-        kind += kept << half
-    kind[column >= tiles.frag_len[fragments]] = -1
-    gathered = np.zeros_like(kind, np.bool_)
-    if tiles.frag_gathered is not None:
-        gathered |= tiles.frag_gathered[fragments]
-    return tiles.key_rows(fragments, column).ravel(), kind.ravel(), gathered.ravel()
-
-
-def strip(ax, values, bottom, top, colours):
-    """A row of boxes across the axes: 0, 1, ... are the colours."""
-    edges = (0, REACH, bottom, top)
-    last = len(colours) - 1
-    ax.imshow(values[None], ListedColormap(colours), vmin=0, vmax=last, extent=edges, aspect="auto")
-
-
-REACH, SHOWN = 1500, 2
 mask = slices[64].to_block_mask()
-both = slices[64].to_dense()[0, 0, group : group + 2]
-figure = plt.figure(figsize=(15, 10), layout="constrained")
+figure = plt.figure(figsize=(15, 11), layout="constrained")
 rows = [["share-pack"] * 2, ["share-gather"] * 2, ["steps of share-pack", "steps of share-gather"]]
 axes = figure.subplot_mosaic(rows, height_ratios=(1, 1, 1.6))
 for mapping in ("share-pack", "share-gather"):
     tiles = map_mask(mask, Mapping.parse(mapping), 128, 192)
-    key, kind, gathered = columns_of(tiles, group // 2)
-    first = slice(SHOWN * 192)
-    place = (np.arange(SHOWN * 192) + 0.5) * REACH / (SHOWN * 192)
-
-    ax = axes[mapping]
-    strip(ax, both[0, :REACH] + 2 * both[1, :REACH], 1.0, 1.1, COLOURS)
-    strip(ax, kind[first] + 1, -0.1, 0.0, (EMPTY, *COLOURS))
-    strip(ax, gathered[first].astype(int), -0.18, -0.12, (BLOCK, ROW))
-    lines = [[(k + 0.5, 1.0), (x, 0.0)] for k, x in zip(key[first], place, strict=True)]
-    colours = [COLOURS[of] for of in kind[first]]
-    ax.add_collection(LineCollection(lines, colors=colours, linewidths=0.6))
-    ax.vlines(np.arange(SHOWN + 1) * REACH / SHOWN, -0.18, 0.0, colors=BLOCK, linewidth=1.5)
-    ax.set_xlim(0, REACH)
-    ax.set_ylim(-0.2, 1.12)
-    ax.set_xticks((np.arange(SHOWN) + 0.5) * REACH / SHOWN, [f"step {i}" for i in range(SHOWN)])
-    ax.set_yticks([1.05, -0.05], ["keys", "columns"])
-    ax.secondary_xaxis("top")
-    ax.set_title(f"{mapping}: the first {SHOWN} of {tiles.steps[group // 2]} steps", fontsize=11)
-
-    ax = axes[f"steps of {mapping}"]
-    ax.imshow(
-        kind.reshape(-1, 192), ListedColormap((EMPTY, *COLOURS)), aspect="auto", vmin=-1, vmax=3
-    )
-    ax.set_ylim(40, -0.5)
-    ax.set_title(f"{mapping}: all steps", fontsize=11)
-    ax.set_xlabel("column")
-    ax.set_ylabel("step")
-handles = [Patch(color=colour, label=kind) for colour, kind in zip(COLOURS, KINDS, strict=True)]
-handles += [Patch(facecolor=EMPTY, edgecolor=BLOCK, label="empty")]
-handles += [Patch(color=BLOCK, label="loaded as a block"), Patch(color=ROW, label="single row")]
-_ = figure.legend(handles=handles, loc="outside lower center", ncols=7, frameon=False)
+    viz.draw_gather(axes[mapping], tiles, group // 2)
+    viz.draw_columns(axes[f"steps of {mapping}"], tiles, group // 2)
+    for ax in (axes[mapping], axes[f"steps of {mapping}"]):
+        ax.set_title(f"{mapping}, {ax.get_title()}", fontsize=11)
+    axes[f"steps of {mapping}"].set_ylim(40, 0)
 
 # %% [markdown]
 # ## The same numbers come out

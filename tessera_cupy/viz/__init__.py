@@ -15,7 +15,7 @@ from tessera_cupy.viz.profile import draw_profile
 from tessera_cupy.viz.slices import Columns, columns_of, draw_columns, draw_gather, draw_slices
 from tessera_cupy.viz.style import STEP_COLOURS
 from tessera_cupy.viz.table import draw_table
-from tessera_cupy.viz.tasks import draw_tasks, load_balance
+from tessera_cupy.viz.tasks import Placed, draw_tasks, draw_timeline, load_balance
 from tessera_cupy.viz.tiles import draw_steps, draw_tile_key, draw_tiles
 from tessera_cupy.viz.ways import TiledMask, tile_each_way
 from tessera_cupy.viz.window import Window, diagonal_window
@@ -24,6 +24,7 @@ __all__ = [
     "STEP_COLOURS",
     "Columns",
     "HeadFigures",
+    "Placed",
     "TiledMask",
     "Window",
     "columns_of",
@@ -40,6 +41,7 @@ __all__ = [
     "draw_tasks",
     "draw_tile_key",
     "draw_tiles",
+    "draw_timeline",
     "head_figures",
     "load_balance",
     "mask_to_tiles",

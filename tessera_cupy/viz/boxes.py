@@ -17,6 +17,8 @@ _SMALLEST_LABEL, _LARGEST_LABEL = 5.0, 10.0
 _DIGIT_WIDE, _DIGIT_HIGH = 0.7, 1.1
 # More numbers than this are not read, and take long to draw.
 _MOST_LABELS = 4000
+# More hatched ones are one path: the hatching of each takes a tenth of a millisecond and more.
+_MOST_HATCHED = 1000
 
 
 class Boxes:
@@ -43,7 +45,17 @@ class Boxes:
 
     def hatch(self, ax: Axes) -> None:
         """Hatch them as work in vain."""
-        self._draw(ax, **style.WASTE)
+        if len(self.corners) <= _MOST_HATCHED:
+            self._draw(ax, **style.WASTE)
+            return
+        from matplotlib.patches import PathPatch
+        from matplotlib.path import Path
+
+        x0, y0, x1, y1 = np.array(self.corners, float).T
+        verts = np.stack([x0, y0, x1, y0, x1, y1, x0, y1, x0, y0], axis=1).reshape(-1, 2)
+        codes = [Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY] * len(self.corners)
+        # Not a patch of the axes, whose limits are set by the caller and slow to find here.
+        ax.add_artist(PathPatch(Path(verts, codes), **style.WASTE))
 
     def outline(self, ax: Axes) -> None:
         """Draw their edges."""
@@ -70,12 +82,11 @@ class Boxes:
         across = (x1 - x0) * points * place.width * page.bbox.width / wide / digits / _DIGIT_WIDE
         down = (y1 - y0) * points * place.height * page.bbox.height / high / _DIGIT_HIGH
         fits = np.minimum(across, down)
-        size = min(_LARGEST_LABEL, float(np.median(fits)))
-        if size < _SMALLEST_LABEL:
-            return
-        for i in np.flatnonzero(fits > 0.9 * size).tolist():
+        # Most have one size, and what is narrower a smaller one.
+        sizes = np.minimum(min(_LARGEST_LABEL, float(np.median(fits))), fits)
+        for i in np.flatnonzero(sizes >= _SMALLEST_LABEL).tolist():
             x, y, text = (x0[i] + x1[i]) / 2, (y0[i] + y1[i]) / 2, texts[i]
-            label = ax.text(x, y, text, ha="center", va="center", fontsize=size, clip_on=True)
+            label = ax.text(x, y, text, ha="center", va="center", fontsize=sizes[i], clip_on=True)
             # The layout engine would measure every label, and they are all inside the axes.
             label.set_in_layout(False)
 

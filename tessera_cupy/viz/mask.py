@@ -78,7 +78,7 @@ def draw_mask(
     size = f"{mask.block_size[0]} x {mask.block_size[1]} tokens"
     kinds = f"ragged blocks, nominally {size}" if mask.ragged else f"blocks of {size}"
     ax.set_title(f"mask of {head_name(mask, batch, head)}: {nq:,} x {nk:,} {kinds}", fontsize=10)
-    kept = "kept block" if sharp else "kept block (paler: some of a spot's blocks)"
+    kept = "kept block" if sharp else "kept block; paler: some\nof the blocks there"
     handles: list[Any] = [
         Patch(facecolor=style.KEPT, label=kept),
         Patch(facecolor=style.SKIPPED, edgecolor="#BBBBBB", label="skipped block"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tessera_cupy.cost import predict
 from tessera_cupy.errors import wrong
 from tessera_cupy.viz import style
 from tessera_cupy.viz.boxes import Boxes
@@ -14,10 +15,68 @@ from tessera_cupy.viz.boxes import Boxes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from tessera_cupy.plan import Plan
+
 # Tasks that end and begin at one time may differ in the last digits.
 _ROUNDING = 1e-6
 _MOST_EDGED = 32
 _MOST_NAMED = len(style.STEP_COLOURS)
+
+
+class Placed(Protocol):
+    """What is predicted of N tasks, as ``tessera_cupy.cost.predict(plan)`` gives it."""
+
+    @property
+    def slots(self) -> int:
+        """How many CTAs run at a time."""
+
+    @property
+    def slot(self) -> NDArray[np.int64]:
+        """(N,) the slot of each task, in launch order."""
+
+    @property
+    def start_ms(self) -> NDArray[np.float64]:
+        """(N,) when each starts."""
+
+    @property
+    def end_ms(self) -> NDArray[np.float64]:
+        """(N,) when each ends."""
+
+
+def draw_timeline(ax: Axes, plan: Plan, prediction: Placed | None = None) -> None:
+    """Draw a plan's tasks where and when a cost model expects them, as :func:`draw_tasks` does.
+
+    Args:
+        ax: where to draw.
+        plan: the plan.
+        prediction: the slot, start and end of each of its tasks; None asks
+            :func:`tessera_cupy.cost.predict`.
+
+    Raises:
+        ValueError: another number of tasks than the plan has, or as :func:`draw_tasks`.
+
+    >>> from matplotlib.figure import Figure
+    >>> from tessera_cupy import ArraySpec, BlockMask, make_plan
+    >>> mask = BlockMask.from_dense(np.tri(8, dtype=bool), (64, 64))
+    >>> plan = make_plan(mask, ArraySpec((1, 1, 512, 128)), arch="sm_90a")
+    >>> draw_timeline(Figure().subplots(), plan)
+    """
+    tasks = plan.tasks()
+    if prediction is None:
+        prediction = predict(plan)
+    if len(prediction.slot) != len(tasks):
+        got, fix = f"{len(prediction.slot)} tasks", "predict this plan"
+        raise ValueError(wrong("prediction", f"the plan's {len(tasks)} tasks", got, fix))
+    draw_tasks(
+        ax,
+        prediction.slot,
+        prediction.start_ms,
+        prediction.end_ms,
+        tile=tasks.task_tile,
+        head=tasks.task_head,
+        slots=prediction.slots,
+    )
+    ax.set_title(f"predicted for {plan.spec.name}:\n{ax.get_title()}", fontsize=10)
 
 
 def load_balance(slot: Any, start: Any, end: Any, *, slots: int | None = None) -> float:

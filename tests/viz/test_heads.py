@@ -23,6 +23,11 @@ def test_figures_by_hand() -> None:
     assert coverage.tolist() == [2 / 3, 0.0]
 
 
+def test_a_run_ends_with_its_row() -> None:
+    mask = BlockMask.from_dense([[[1, 0], [0, 1]], [[0, 1], [1, 1]]], (16, 16))
+    assert viz.head_figures(mask).run_coverage.tolist() == [0, 2 / 3]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_means_are_those_of_the_mask(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tessera_cupy import viz
+from tessera_cupy import ArraySpec, make_plan, viz
+from tessera_cupy.masks import BlockMask
 from tessera_cupy.profile import Profile
 
 pytest.importorskip("matplotlib")
@@ -124,6 +126,28 @@ def test_wrong_tasks(ax: Any, change: dict[str, Any], error: Any, words: str) ->
         viz.draw_tasks(ax, **given)
 
 
+def test_the_tasks_of_a_plan_where_a_model_expects_them(ax: Any) -> None:
+    mask = BlockMask.from_dense([[1, 0, 0], [1, 1, 0], [1, 1, 1]], (64, 64))
+    spec = ArraySpec((1, 2, 192, 64), "bfloat16")
+    plan = make_plan(mask, spec, arch="sm_80", regime="attend_mma/q64k64/retain-pack/longest")
+    tasks = plan.tasks()
+    # A millisecond a step, dealt to two slots in turn: 3, 2, 1 and 3, 2, 1 by head.
+    length = (tasks.task_end - tasks.task_begin).astype(float)
+    order = np.arange(len(tasks))
+    start = np.array([length[i % 2 : i : 2].sum() for i in order])
+    placed = SimpleNamespace(slots=3, slot=order % 2, start_ms=start, end_ms=start + length)
+    viz.draw_timeline(ax, plan, placed)
+    area = sum((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in boxes(ax, hatched=False))
+    assert area == 2 * (1 + 2 + 3)
+    assert words(ax)[:2] == ["head 0", "head 1"]
+    name, rest = ax.get_title().split("\n")
+    assert name == "predicted for attend_mma/q64k64/retain-pack/longest:"
+    assert rest.startswith("6 tasks on 3 slots")
+    placed.slot = order[1:] % 2
+    with pytest.raises(ValueError, match="`prediction`: expected the plan's 6 tasks, got 5"):
+        viz.draw_timeline(ax, plan, placed)
+
+
 def test_parts_of_a_request_follow_each_other(ax: Any) -> None:
     viz.draw_profile(ax, Profile(False, 0.0, 2.0, 1.0, 0.5, 4.0, 0.5))
     bars = [(bar.get_x(), bar.get_width(), bar.get_hatch()) for bar in ax.patches]
@@ -149,3 +173,15 @@ def test_only_the_choice_is_the_hosts_where_the_gpu_plans(ax: Any) -> None:
 def test_a_request_of_no_time_is_drawn(ax: Any) -> None:
     viz.draw_profile(ax, Profile(True, 0, 0, 0, 0, 0, 0))
     assert ax.get_title() == "a request of 0.000 ms: preparation 0.000 ms, 0.0%"
+
+
+def test_very_many_gaps_are_hatched_as_one_path(ax: Any) -> None:
+    from matplotlib.patches import PathPatch
+
+    at = np.arange(1001)
+    viz.draw_tasks(ax, at * 0, 2 * at + 1, 2 * at + 2)
+    (patch,) = [artist for artist in ax.get_children() if isinstance(artist, PathPatch)]
+    assert patch.get_hatch()
+    boxes = patch.get_path().vertices.reshape(-1, 5, 2)
+    assert boxes[:, 0, 0].tolist() == (2 * at).tolist()
+    assert boxes[:, 1, 0].tolist() == (2 * at + 1).tolist()
