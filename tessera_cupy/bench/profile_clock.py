@@ -123,8 +123,8 @@ class GpuClock:
                     problem = f"error {check.error:.3g} where {check.allowed:.3g} is allowed"
                 elif ready:
                     problem = _far(cupy, out, first)
-            except PlanNotEligibleError as error:
-                found.append(PlanTime(spec, "not eligible", note=_one_line(error)))
+            except PlanNotEligibleError:
+                found.append(PlanTime(spec, "not eligible"))
                 continue
             except (TesseraError, ValueError, MemoryError) as error:
                 found.append(PlanTime(spec, "failed", note=_one_line(error)))
@@ -211,8 +211,8 @@ class ModelClock:
             try:
                 plan = make_plan(mask, spec, regime=one, arch=self.arch.name)
                 ms = predict(plan, self.gpu).ms
-            except PlanNotEligibleError as error:
-                found.append(PlanTime(one, "not eligible", note=_one_line(error)))
+            except PlanNotEligibleError:
+                found.append(PlanTime(one, "not eligible"))
                 continue
             found.append(PlanTime(one, "timed", ms, ms, ms))
         return tuple(found)

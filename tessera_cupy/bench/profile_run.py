@@ -116,13 +116,12 @@ def measure_case(
     mask = make(recipe)
     features = features_of(mask, recipe)
     dropped = field.dropped(features)
-    notes = dict.fromkeys(dropped, "far behind before")
     if mask.nnz > HOST_MOST:
-        notes |= {plan: "too much for the host" for plan in plans if not made_on_gpu(plan)}
+        dropped |= {plan for plan in plans if not made_on_gpu(plan)}
     timed = clock.times(
-        mask, recipe.heads, recipe.head_dim, [plan for plan in plans if plan not in notes]
+        mask, recipe.heads, recipe.head_dim, [plan for plan in plans if plan not in dropped]
     )
-    rest = (PlanTime(plan, "dropped", note=notes[plan]) for plan in plans if plan in notes)
+    rest = (PlanTime(plan, "dropped") for plan in plans if plan in dropped)
     timings = sorted((*timed, *rest), key=lambda timing: timing.plan.name)
     return Case(recipe.name, recipe.source, features, tuple(timings), dense.ms(features))
 

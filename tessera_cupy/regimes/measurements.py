@@ -37,10 +37,10 @@ class PlanTime:
     Attributes:
         plan: the plan.
         state: one of :data:`STATES`: "dropped" is a plan that was too slow on all masks like
-            this one before.
+            this one before, or too much for the host to make.
         ms: median time of the attention, milliseconds; None unless timed.
         low, high: the fastest and the slowest run, milliseconds; as ``ms``.
-        note: why it was not timed, in one line.
+        note: what was wrong or failed, or how it was timed, in one line.
     """
 
     plan: PlanSpec

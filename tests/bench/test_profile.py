@@ -18,7 +18,7 @@ from tessera_cupy.masks import KeySlices
 from tessera_cupy.regimes.candidates import candidates
 from tessera_cupy.regimes.measurements import Measurements, PlanTime
 
-from ..regimes.measured import MERGE, SHARE, case, features, measured
+from ..regimes.measured import MERGE, SHARE, case, features
 
 SMALL = {"most_tokens": 4096}
 
@@ -152,7 +152,7 @@ def test_a_profile_ends_with_its_budget(tmp_path):
 def test_what_was_measured_is_kept_when_a_run_breaks(tmp_path):
     class Broken(FakeClock):
         def times(self, *given):
-            if len(self.asked) == 2:
+            if len(self.asked) == 4:  # dense attention is timed beside each case
                 raise RuntimeError("the GPU has fallen off the bus")
             return super().times(*given)
 
@@ -221,6 +221,5 @@ def test_bad_input_is_refused(changes, match):
 
 
 def test_measured_cases_are_named_apart():
-    drawn = [(r.name, r.source) for r in draw(3000)]
-    assert len(set(drawn)) > 0.9 * len(drawn)
-    assert measured([]).cases == ()
+    drawn = [(r.name, r.source) for r in islice(recipes(kinds=["Q64K64", "slices-64"]), 1000)]
+    assert len(set(drawn)) > 0.99 * len(drawn)
