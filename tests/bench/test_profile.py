@@ -222,4 +222,4 @@ def test_bad_input_is_refused(changes, match):
 
 def test_measured_cases_are_named_apart():
     drawn = [(r.name, r.source) for r in islice(recipes(kinds=["Q64K64", "slices-64"]), 1000)]
-    assert len(set(drawn)) > 0.99 * len(drawn)
+    assert len(set(drawn)) > 0.98 * len(drawn)
