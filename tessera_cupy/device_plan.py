@@ -33,8 +33,6 @@ def tile_build(
     if source is None or device is None or source.layout.device != device:
         return None
     keys = source.layout.keys
-    if not made_on_gpu(spec) or (spec.mapping.kv == "gather") != keys:
-        return None
     if not source.layout.rows or not source.num_blocks[1]:
         return None
     if min(mask.shape) == 0:
@@ -56,6 +54,8 @@ _MOST_KNOWN = 256
 def _sizes(
     mask: BlockMask, request: Request, spec: PlanSpec, model: DeviceModel, keys: bool
 ) -> TileBuild | None:
+    if not made_on_gpu(spec) or (spec.mapping.kv == "gather") != keys:
+        return None
     r = request
     slot = gather_slot(spec.tile_kv) if keys else choose_slot(mask, spec.tile_kv)
     ragged = [

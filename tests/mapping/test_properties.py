@@ -306,9 +306,11 @@ def check_tile_count(tiles, mask, q_side):
         joined = tiles.shape.q // max(int(sizes.max(initial=0)), 8)
         if mask.q_block_sizes is None:
             joined = tiles.shape.q // mask.block_size[0]
-        elif q_side == "share" and 4 * sizes.max() > tiles.shape.q:
+        # Two blocks, each a half of the tile, wherever three would not fit.
+        halved = q_side == "share" and mask.q_block_sizes is not None
+        halved = halved and 4 * sizes.max(initial=0) > tiles.shape.q
+        if halved:
             joined = 2
-        halved = q_side == "share" and mask.q_block_sizes is not None and joined == 2
         assert (tiles.tile_halves is not None) == halved
         pad = -sizes.shape[2] % joined
         grouped = np.pad(sizes, ((0, 0), (0, 0), (0, pad)))
