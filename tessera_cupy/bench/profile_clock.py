@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tessera_cupy import interop
 from tessera_cupy.attention import make_plan
 from tessera_cupy.bench import gpu
-from tessera_cupy.bench.check import expect
+from tessera_cupy.bench.check import Expected, expect
 from tessera_cupy.bench.slices_mass import kept_of
 from tessera_cupy.cost import predict, typical_gpu
 from tessera_cupy.errors import PlanNotEligibleError, TesseraError
@@ -91,7 +91,8 @@ class GpuClock:
         self.device = gpu.name()
         self.to_device = cupy.asarray
         numbers = np.random.default_rng(0).standard_normal(_POOL, np.float32)
-        self._pool = cupy.asarray(numbers.astype(interop.numpy_dtype(_DTYPE)))
+        # As bits: CuPy has no kernels of its own that copy, fill or index bfloat16.
+        self._pool = cupy.asarray(numbers.astype(interop.numpy_dtype(_DTYPE)).view(np.uint16))
         self._arrays = lru_cache(maxsize=2)(self._make_arrays)
         self._host = lru_cache(maxsize=4)(self._make_host)
 
@@ -101,6 +102,7 @@ class GpuClock:
         """Check each plan's output, then time those that are right in turns."""
         cupy = interop.import_cupy()
         q, k, v, out, first = self._arrays(heads, mask.shape[1], head_dim)
+        out_bits = out.view(cupy.uint16)
         checked = min(heads, _CHECKED_HEADS)
         expected = expect(
             partial(kept_of, _host_mask(mask)),
@@ -114,28 +116,21 @@ class GpuClock:
         for spec in plans:
             try:
                 plan = make_plan(mask, q, k, v, regime=spec)
-                out.view(cupy.uint16).fill(_BFLOAT16_NAN)
-                plan.run(q, k, v, out=out)
-                sampled = cupy.stack([out[0, h, rows] for h, rows in enumerate(expected.rows)])
-                check = expected.check_sampled(cupy.asnumpy(sampled))
-                problem = None
-                if not check.passed:
-                    problem = f"error {check.error:.3g} where {check.allowed:.3g} is allowed"
-                elif ready:
-                    problem = _far(cupy, out, first)
+                call = partial(plan.run, q, k, v, out=out)
+                out_bits.fill(_BFLOAT16_NAN)  # so that an element that is never written shows
+                call()
+                problem = _problem(cupy, out_bits, expected, first if ready else None)
             except PlanNotEligibleError:
                 found.append(PlanTime(spec, "not eligible"))
-                continue
             except (TesseraError, ValueError, MemoryError) as error:
                 found.append(PlanTime(spec, "failed", note=_one_line(error)))
-                continue
-            if problem:
-                found.append(PlanTime(spec, "wrong output", note=problem))
-                continue
-            if not ready:
-                first[:] = out
-            call = partial(plan.run, q, k, v, out=out)
-            ready.append(_Ready(spec, plan, gpu.once_ms(call)))
+            else:
+                if problem:
+                    found.append(PlanTime(spec, "wrong output", note=problem))
+                    continue
+                if not ready:
+                    first[:] = out_bits
+                ready.append(_Ready(spec, plan, gpu.once_ms(call)))
         return (*found, *self._timed(ready, q, k, v, out))
 
     def _timed(self, ready: Sequence[_Ready], q: Any, k: Any, v: Any, out: Any) -> list[PlanTime]:
@@ -159,13 +154,13 @@ class GpuClock:
         ]
 
     def _make_arrays(self, heads: int, tokens: int, head_dim: int) -> tuple[Any, ...]:
-        """q, k, v, and two outputs, (1, heads, tokens, head_dim)."""
+        """q, k, v, an output, and the bits of another, (1, heads, tokens, head_dim)."""
         cupy = interop.import_cupy()
         shape = (1, heads, tokens, head_dim)
         count = heads * tokens * head_dim
         made = []
         for third in range(3):
-            flat = cupy.empty(count, self._pool.dtype)
+            flat = cupy.empty(count, cupy.uint16)
             # Each from another place of the pool, again and again.
             pool = cupy.concatenate(
                 [self._pool[third * _POOL // 3 :], self._pool[: third * _POOL // 3]]
@@ -174,7 +169,9 @@ class GpuClock:
                 part = flat[begin : begin + _POOL]
                 part[:] = pool[: len(part)]
             made.append(flat.reshape(shape))
-        return (*made, cupy.empty(shape, self._pool.dtype), cupy.empty(shape, self._pool.dtype))
+        made.append(cupy.empty(shape, cupy.uint16))
+        dtype = interop.numpy_dtype(_DTYPE)
+        return (*[bits.view(dtype) for bits in made], cupy.empty(shape, cupy.uint16))
 
     def _make_host(self, heads: int, tokens: int, head_dim: int) -> tuple[NDArray[np.float32], ...]:
         """The first heads of q, k and v on the host; they are the same for any number of heads."""
@@ -222,18 +219,24 @@ def _host_mask(mask: BlockMask | KeySlices) -> BlockMask | KeySlices:
     return mask.on_host() if isinstance(mask, BlockMask) else mask
 
 
-def _far(xp: Any, out: Any, first: Any) -> str | None:
-    """Whether an output is away from another one by more than rounding, or is no number."""
-    a, b = _float32(xp, out), _float32(xp, first)
+def _problem(xp: Any, bits: Any, expected: Expected, first: Any | None) -> str | None:
+    """What is wrong with an output's bits, beside float64 and another plan's, if anything is."""
+    sampled = np.stack([xp.asnumpy(bits[0, h, rows]) for h, rows in enumerate(expected.rows)])
+    check = expected.check_sampled(sampled.view(interop.numpy_dtype(_DTYPE)))
+    if not check.passed:
+        return f"error {check.error:.3g} where {check.allowed:.3g} is allowed"
+    if first is None:
+        return None
+    a, b = _float32(xp, bits), _float32(xp, first)
     limit = _ROUNDING * xp.abs(b).max(axis=-1, keepdims=True) + np.float32(1e-6)
     right = xp.abs(a - b) <= limit  # False for NaN
     wrong = int(right.size - right.sum())
     return f"{wrong:,} elements differ from those of another plan" if wrong else None
 
 
-def _float32(xp: Any, array: Any) -> Any:
-    """A bfloat16 array as float32: its bits are the upper half."""
-    return (array.view(xp.uint16).astype(xp.uint32) << 16).view(xp.float32)
+def _float32(xp: Any, bits: Any) -> Any:
+    """Bfloat16 as float32, of which its bits are the upper half."""
+    return (bits.astype(xp.uint32) << 16).view(xp.float32)
 
 
 def _one_line(error: Exception) -> str:
