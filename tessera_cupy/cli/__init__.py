@@ -1,4 +1,4 @@
-"""The ``tessera-cupy`` command: ``env``, ``demo``, ``plan``, ``cache``, ``bench``, ``profile``.
+"""The ``tessera-cupy`` command: ``env``, ``demo``, ``explore``, ``plan``, ``cache``, ...
 
 Each command is a module with ``add_to``, which declares its arguments, and a function that
 runs it and returns the exit status: 0 for success, 1 for a failure that was explained in one
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 from tessera_cupy import __version__
-from tessera_cupy.cli import bench, cache, demo, env, plan, profile
+from tessera_cupy.cli import bench, cache, demo, env, explore, plan, profile
 from tessera_cupy.cli.output import Output
 from tessera_cupy.errors import TesseraError
 
@@ -61,6 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (env, demo, plan, cache, bench, profile):
+    for command in (env, demo, explore, plan, cache, bench, profile):
         command.add_to(commands)
     return parser

@@ -72,20 +72,21 @@ def computing_halves(tiles: Tiles, tile: int, skips: bool) -> NDArray[np.bool_]:
     return computed_parts(alone, tiles.shape.q // 2)
 
 
-def pieces(tiles: Tiles, tile: int, halves: NDArray[np.bool_]) -> Iterator[Piece]:
-    """The fragments of a tile; rows of a half that does not compute a step are left out.
+def pieces(tiles: Tiles, tile: int, parts: NDArray[np.bool_]) -> Iterator[Piece]:
+    """The fragments of a tile; rows of a part that does not compute a step are left out.
 
-    Of a fragment with token bits a piece is neighbouring keys that the same rows attend to.
+    ``parts`` is (steps, n): which of the n equal parts of the tile's rows compute each of its
+    steps, two of them as :func:`computing_halves` says. Of a fragment with token bits a piece is neighbouring keys that the same rows attend to.
     """
     first, last = tiles.frag_offsets[tile : tile + 2]
     exists = tiles.exists(tile, np.arange(tiles.shape.q))
-    half_of_row = 2 * np.arange(tiles.shape.q) // tiles.shape.q
+    part_of_row = parts.shape[1] * np.arange(tiles.shape.q) // tiles.shape.q
     group_of_row = np.arange(tiles.shape.q) // GROUP_ROWS
-    made: dict[tuple[int, bool, bool], Bands] = {}
+    made: dict[tuple[int, bytes], Bands] = {}
     for place, at in enumerate(range(first, last)):
         step, slot = divmod(place, tiles.shape.fragments)
         members = int(tiles.frag_members[at])
-        computed = exists & halves[step][half_of_row]
+        computed = exists & parts[step][part_of_row]
         column = slot * tiles.shape.slot
         if tiles.frag_bits[at] >= 0:
             kept = token_bit.unpack(tiles.bits[tiles.frag_bits[at]])
@@ -96,7 +97,7 @@ def pieces(tiles: Tiles, tile: int, halves: NDArray[np.bool_]) -> Iterator[Piece
                     bands = _bands(computed, some[:, low])
                     yield Piece(step, column + begin + low, kv0 + low, high - low, bands)
             continue
-        key = (members, bool(halves[step, 0]), bool(halves[step, 1]))
+        key = (members, parts[step].tobytes())
         if key not in made:
             member = (members >> group_of_row & 1).astype(np.bool_)
             made[key] = _bands(computed, member)
