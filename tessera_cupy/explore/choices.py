@@ -98,7 +98,7 @@ def block_parameter(rule: str, block_size: BlockSize | None) -> dict[str, BlockS
     if block_size is None:
         return {}
     known = block_sizes(rule)
-    if tuple(block_size) not in known:
+    if block_size not in known:
         names = ", ".join(f"{q}x{kv}" for q, kv in known)
         raise ValueError(
             wrong(
@@ -108,7 +108,7 @@ def block_parameter(rule: str, block_size: BlockSize | None) -> dict[str, BlockS
                 "leave it out",
             )
         )
-    return {"block": block_size[0]} if rule == "radial" else {"block_size": tuple(block_size)}
+    return {"block": block_size[0]} if rule == "radial" else {"block_size": block_size}
 
 
 def rule_title(rule: str) -> str:

@@ -18,7 +18,7 @@ from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.plan import Plan
 from tessera_cupy.video import VideoGrid
-from tessera_cupy.viz.mask import mask_head as check_head
+from tessera_cupy.viz.mask import mask_head
 
 MODEL, RULE, GPU = "wan-14b-81f-720p", "spade", "H200"
 
@@ -67,7 +67,7 @@ def explore_data(
     scene = make_scene(model, rule, head, block_size, grid)
     known = model_of(model)
     plan = find_plan(scene.mask, mapping, known.heads, known.head_dim, find_gpu(gpu))
-    return view_of(scene_data(scene), plan, gpu, mapping)
+    return view_of(scene_data(scene), tiles_of(plan), plan, gpu, mapping)
 
 
 def explore_mask(
@@ -98,17 +98,21 @@ def explore_mask(
         ValueError: a head, mapping or GPU that there is not, or a grid of other tokens.
 
     Example:
-        >>> data = explore_mask(BlockMask.from_dense([[1, 0], [1, 1]], (64, 64)), mapping="merge-pack")
+        >>> data = explore_mask(
+        ...     BlockMask.from_dense([[1, 0], [1, 1]], (64, 64)), mapping="merge-pack"
+        ... )
         >>> data["tiles"]["steps"], data["figures"]["active_pairs"]
         ([1], 12288)
     """
     heads = mask.heads if heads is None else heads
     plan = find_plan(mask, mapping, heads, head_dim, find_gpu(gpu))
     blocks = block_mask(mask)
-    check_head(blocks, 0, head)
+    mask_head(blocks, 0, head)
     if grid is not None and (grid.tokens, grid.tokens) != mask.shape:
         expected = "a grid of {} x {} tokens".format(*mask.shape)
-        raise ValueError(wrong("grid", expected, f"{grid} = {grid.tokens:,}", "pass the mask's own"))
+        raise ValueError(
+            wrong("grid", expected, f"{grid} = {grid.tokens:,}", "pass the mask's own")
+        )
     places = None if grid is None else np.arange(grid.tokens) if order is None else order
     scene = {
         "grid": None if grid is None else _grid(grid),
@@ -119,7 +123,7 @@ def explore_mask(
         "source": "a mask that was given",
         **_mask_part(blocks, head, grid, places, places),
     }
-    return view_of(scene, plan, gpu, mapping, mask_head=head)
+    return view_of(scene, tiles_of(plan, head), plan, gpu, mapping)
 
 
 def scene_data(scene: Scene) -> dict[str, Any]:
@@ -141,26 +145,30 @@ def scene_data(scene: Scene) -> dict[str, Any]:
     }
 
 
+def tiles_of(plan: Plan, head: int = 0) -> dict[str, Any]:
+    """The tiles of a plan's mask head, as its kernel computes them."""
+    return tiles_data(plan.tiles(), head, plan.config.rows_together)
+
+
 def view_of(
-    scene: dict[str, Any], plan: Plan, gpu: str, mapping: str, *, mask_head: int = 0
+    scene: dict[str, Any], tiles: dict[str, Any], plan: Plan, gpu: str, mapping: str
 ) -> dict[str, Any]:
     """A scene's data with those of a plan on a GPU.
 
     Args:
         scene: of :func:`scene_data`.
+        tiles: of :func:`tiles_of`.
         plan: a plan for its mask.
         gpu: name of a GPU of the plan's architecture.
         mapping: what was asked for.
-        mask_head: the head of the plan's mask that the scene shows.
     """
     device = find_gpu(gpu)
     request = plan.request
-    part = plan.config.rows_together
     summary, prediction = plan.summary(), predict(plan, device)
     dense = predict_dense(request.sq, request.q_heads, request.head_dim, device)
     return {
         "scene": scene,
-        "tiles": tiles_data(plan.tiles(), mask_head, part),
+        "tiles": tiles,
         "plan": {
             "name": plan.spec.name,
             "mapping": plan.spec.mapping.name,
@@ -174,7 +182,7 @@ def view_of(
             "tasks": summary["tasks"],
             "split_tiles": summary["split_tiles"],
             "active_pairs": plan.mask.active_pairs(),
-            "issued_pairs": issued_pairs(plan.tiles(), part),
+            "issued_pairs": issued_pairs(plan.tiles(), plan.config.rows_together),
             "all_pairs": plan.mask.batch * plan.mask.heads * request.sq * request.skv,
             "useful_fraction": summary["useful_fraction"],
             "density": summary["mask"]["density"],

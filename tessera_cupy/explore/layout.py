@@ -1,9 +1,9 @@
-"""Masks and tiles as plain lists: which block, or run of keys, sits where in which tile and step."""
+"""Masks and tiles as plain lists: which run of keys sits where in which tile and step."""
 
 from __future__ import annotations
 
 import base64
-from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tessera_cupy.mapping import Tiles
 from tessera_cupy.mapping.stats import computed_parts
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks.key_slices import SliceBlocks
 from tessera_cupy.video import VideoGrid
 from tessera_cupy.viz.mask import block_kinds, head_edges, mask_head
 from tessera_cupy.viz.pieces import pieces, runs_of
@@ -23,8 +24,10 @@ def mask_data(mask: BlockMask, head: int) -> dict[str, Any]:
     Returns:
         ``block_size``; ``q_edges`` and ``kv_edges``, the first token of each block and one past the
         last; ``kept`` and ``partial``, base64 of packed bits in little bit order, a row of query
-        blocks in whole bytes, of blocks that are wholly and partly kept; ``ragged``.
+        blocks in whole bytes, of blocks that are wholly and partly kept; ``ragged``; ``slices``,
+        whether the blocks are those of slices of single keys.
     """
+    slices = isinstance(mask, SliceBlocks)
     mask = mask.on_host()
     kind = block_kinds(mask, mask_head(mask, 0, head))
     return {
@@ -34,6 +37,7 @@ def mask_data(mask: BlockMask, head: int) -> dict[str, Any]:
         "kept": _packed(kind == 1),
         "partial": _packed(kind == 2),
         "ragged": bool(mask.ragged),
+        "slices": slices,
     }
 
 
@@ -56,7 +60,7 @@ def block_boxes(
     """
     places = np.stack(np.unravel_index(np.asarray(order), (grid.t, grid.h, grid.w)))
     boxes: list[Any] = []
-    for first, end in zip(edges[:-1], edges[1:], strict=True):
+    for first, end in pairwise(edges):
         if first == end:
             boxes.append(None)
             continue
@@ -84,6 +88,7 @@ def tiles_data(tiles: Tiles, row: int, part: int) -> dict[str, Any]:
         and ``piece_bands`` (index into ``bands``). Columns of a step without a piece are empty.
     """
     mine = np.flatnonzero(tiles.tile_head == row)
+    all_computed, last_step = computed_parts(tiles, part), np.cumsum(tiles.steps)
     bands: dict[str, int] = {}
     band_lists: list[list[list[int]]] = []
     made: dict[str, list[Any]] = {
@@ -91,7 +96,7 @@ def tiles_data(tiles: Tiles, row: int, part: int) -> dict[str, Any]:
     }
     made |= {"bands": [], "offsets": [0]}
     for tile in mine.tolist():
-        computed = computed_parts(_alone(tiles, tile), part)
+        computed = all_computed[last_step[tile] - tiles.steps[tile] : last_step[tile]]
         weights = 1 << np.arange(computed.shape[1])
         made["runs"].append([[run.top, run.q0, run.rows] for run in runs_of(tiles, tile)])
         made["steps"].append(len(computed))
@@ -121,16 +126,6 @@ def tiles_data(tiles: Tiles, row: int, part: int) -> dict[str, Any]:
             for name in ("offsets", "step", "column", "kv0", "length", "bands")
         },
     }
-
-
-def _alone(tiles: Tiles, tile: int) -> Tiles:
-    """What :func:`computed_parts` looks at, of one tile."""
-    first, last = tiles.frag_offsets[tile : tile + 2]
-    return replace(
-        tiles,
-        frag_offsets=np.array([0, last - first]),
-        frag_members=tiles.frag_members[first:last],
-    )
 
 
 def _packed(bits: NDArray[np.bool_]) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tessera_cupy.cost import find_gpu
 from tessera_cupy.errors import wrong
 from tessera_cupy.explore.choices import SENTENCES, BlockSize, block_sizes
-from tessera_cupy.explore.data import mappings_of, scene_data, view_of
-from tessera_cupy.explore.scene import make_scene
+from tessera_cupy.explore.data import mappings_of, scene_data, tiles_of, view_of
+from tessera_cupy.explore.plans import AUTO
+from tessera_cupy.explore.scene import Scene, make_scene
+from tessera_cupy.masks import KeySlices
 from tessera_cupy.viz import style
 
 #: What a page has unless it is told otherwise; of GPUs one of each generation.
@@ -21,6 +23,8 @@ MODELS = ("wan-14b-81f-720p", "hunyuan-117f-768p", "cogvideox-5b-49f-480p")
 RULES = ("spade", "vsa", "radial", "svg", "fg-attn")
 GPUS = ("H200", "A100-SXM4-80GB", "RTX 4090", "B200", "RTX 5090")
 HEADS = (0, 1)
+
+_SLICES_AS_BLOCKS = "retain-pack"
 
 _FILES = Path(__file__).parent / "page_files"
 _SCRIPTS = ("data.js", "pictures.js", "pointer.js", "main.js")
@@ -32,13 +36,14 @@ def explorer_page(
     rules: Sequence[str] = RULES,
     heads: Sequence[int] = HEADS,
     gpus: Sequence[str] = GPUS,
-    on_scene: Any = None,
+    on_scene: Callable[[int, int], None] | None = None,
 ) -> str:
     """One self-contained page with every combination: masks, their tiles, predicted times.
 
     Args:
         models: names in :data:`tessera_cupy.video.MODELS`, whose grids are cut down.
-        rules: names in :data:`tessera_cupy.bench.rules.RULES`, each with all of its block sizes.
+        rules: names in :data:`tessera_cupy.bench.rules.RULES`, each with all of its block sizes and
+            mappings; of slices, those that gather and ``"retain-pack"``.
         heads: numbers of heads.
         gpus: names in :data:`tessera_cupy.cost.GPUS`.
         on_scene: called with (done, total) after each mask.
@@ -77,16 +82,31 @@ def view_page(data: dict[str, Any]) -> str:
 def _views(
     wanted: Sequence[tuple[str, str, int, BlockSize | None]],
     gpus: Sequence[str],
-    on_scene: Any,
+    on_scene: Callable[[int, int], None] | None,
 ) -> Iterable[dict[str, Any]]:
     for done, (model, rule, head, size) in enumerate(wanted, start=1):
         scene = make_scene(model, rule, head, size)
         shown = scene_data(scene)
+        layouts: dict[Any, dict[str, Any]] = {}
         for gpu in gpus:
             for mapping, plan in mappings_of(scene, gpu).items():
-                yield view_of(shown, plan, gpu, mapping)
+                if _left_out(scene, mapping):
+                    continue
+                # GPUs with equal tiles share them.
+                spec = plan.spec
+                key = (spec.mapping, spec.tile_q, spec.tile_kv, plan.config.rows_together)
+                if key not in layouts:
+                    layouts[key] = tiles_of(plan)
+                yield view_of(shown, layouts[key], plan, gpu, mapping)
         if on_scene is not None:
             on_scene(done, len(wanted))
+
+
+def _left_out(scene: Scene, mapping: str) -> bool:
+    """Of slices, whose lists are long, plans that gather are shown, and one of blocks beside."""
+    if not isinstance(scene.mask, KeySlices):
+        return False
+    return mapping not in (AUTO, _SLICES_AS_BLOCKS) and not mapping.endswith("-gather")
 
 
 def _packed(views: Iterable[dict[str, Any]]) -> str:

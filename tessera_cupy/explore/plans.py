@@ -1,4 +1,4 @@
-"""The plan of a mapping on a GPU: of the catalog's kernels that one which is predicted to be fastest."""
+"""The plan of a mapping on a GPU: of the catalog's kernels the one predicted to be fastest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DENSE_BLOCK = (128, 128)
 
 
 def auto_plan(mask: BlockMask | KeySlices, heads: int, head_dim: int, gpu: Gpu) -> Plan:
-    """What ``make_plan`` chooses for bfloat16 arrays of one batch on a GPU that need not be here."""
+    """What ``make_plan`` chooses for bfloat16 arrays of one batch entry on a GPU."""
     return make_plan(mask, _q(mask, heads, head_dim), arch=gpu.arch)
 
 
@@ -83,7 +83,7 @@ def find_plan(
 
 @lru_cache(maxsize=64)
 def predict_dense(tokens: int, heads: int, head_dim: int, gpu: Gpu) -> Prediction:
-    """What dense attention over as many tokens is predicted to take, with this package's kernels."""
+    """What dense attention over as many tokens is predicted to take, by this package's kernels."""
     blocks = -(-tokens // _DENSE_BLOCK[0])
     mask = BlockMask.from_dense(np.ones((blocks, blocks), bool), _DENSE_BLOCK, (tokens, tokens))
     return predict(auto_plan(mask, heads, head_dim, gpu), gpu)

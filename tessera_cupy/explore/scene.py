@@ -58,7 +58,7 @@ def make_scene(
         rule: name in :data:`tessera_cupy.bench.rules.RULES`; its parameters are the published ones,
             fitted to the grid.
         head: one of the model's heads.
-        block_size: one of :func:`~tessera_cupy.explore.choices.block_sizes`; the rule's own if None.
+        block_size: of :func:`~tessera_cupy.explore.choices.block_sizes`; None for the rule's own.
         grid: another grid than :func:`~tessera_cupy.explore.choices.small_grid`.
 
     Raises:

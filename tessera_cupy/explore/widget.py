@@ -8,9 +8,9 @@ from typing import Any
 
 from tessera_cupy.bench.rules import RULES
 from tessera_cupy.cost import GPUS
-from tessera_cupy.errors import MissingExtraError
+from tessera_cupy.errors import MissingExtraError, wrong
 from tessera_cupy.explore.choices import BlockSize, block_sizes, model_of, rule_title, small_grid
-from tessera_cupy.explore.data import GPU, MODEL, RULE, mappings_of, scene_data, view_of
+from tessera_cupy.explore.data import GPU, MODEL, RULE, mappings_of, scene_data, tiles_of, view_of
 from tessera_cupy.explore.page import view_page
 from tessera_cupy.explore.plans import AUTO
 from tessera_cupy.explore.scene import make_scene
@@ -120,7 +120,8 @@ class _Explorer:
             options += [(name, name) for name in plans if name != AUTO]
             self._offer("mapping", options)
             mapping = self._value("mapping")
-            data = view_of(scene_data(scene), plans[mapping], self._value("gpu"), mapping)
+            plan = plans[mapping]
+            data = view_of(scene_data(scene), tiles_of(plan), plan, self._value("gpu"), mapping)
             self.picture.value = _frame(view_page(data))
         finally:
             self._quiet = False
@@ -147,8 +148,6 @@ def _block_options(rule: str) -> list[tuple[str, BlockSize | None]]:
 
 
 def _known(name: str, names: Any, argument: str) -> str:
-    from tessera_cupy.errors import wrong
-
     if name not in names:
         raise ValueError(wrong(argument, f"one of {', '.join(names)}", repr(name), "pick one"))
     return name

@@ -76,7 +76,8 @@ def pieces(tiles: Tiles, tile: int, parts: NDArray[np.bool_]) -> Iterator[Piece]
     """The fragments of a tile; rows of a part that does not compute a step are left out.
 
     ``parts`` is (steps, n): which of the n equal parts of the tile's rows compute each of its
-    steps, two of them as :func:`computing_halves` says. Of a fragment with token bits a piece is neighbouring keys that the same rows attend to.
+    steps, two of them as :func:`computing_halves` says. Of a fragment with token bits a piece is
+    neighbouring keys that the same rows attend to.
     """
     first, last = tiles.frag_offsets[tile : tile + 2]
     exists = tiles.exists(tile, np.arange(tiles.shape.q))

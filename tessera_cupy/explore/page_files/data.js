@@ -38,6 +38,7 @@ function wordsOf(data, name, view) {
     const [q, kv] = view.asked.split("-");
     return `${q} Q, ${kv} KV`;
   }
+  if (name === "block" && scene.mask.slices) return `${scene.mask.block_size[0]} by single keys`;
   return view.key[name];
 }
 

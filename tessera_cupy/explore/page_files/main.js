@@ -65,6 +65,8 @@ function writeAbout() {
   el("about").textContent = words.join(" ");
 }
 
+const BOUNDS = { matrix: "matrix products", softmax: "softmax", L2: "reads from L2", DRAM: "reads from memory" };
+
 function writeFigures(f) {
   const { scene, view, plan, tiles } = current, parent = el("figures");
   const card = (title, name, value, unit, ...notes) => {
@@ -79,8 +81,10 @@ function writeFigures(f) {
   };
   const percent = (x) => `${(100 * x).toFixed(1)} %`;
   parent.replaceChildren();
-  const blocks = scene.mask.block_size.join(" x "), ragged = scene.mask.ragged ? "ragged blocks, up to" : "blocks of";
-  card("The mask keeps", "density", percent(f.density), "of the pairs", `${ragged} ${blocks} tokens`,
+  const { block_size: size, ragged, slices } = scene.mask;
+  const blocks = slices ? `slices of ${size[0]} queries by single keys, drawn in blocks of ${size[1]}`
+    : `${ragged ? "ragged blocks, nominally" : "blocks of"} ${size.join(" x ")} tokens`;
+  card("The mask keeps", "density", percent(f.density), "of the pairs", blocks,
     `run coverage ${f.run_coverage.toFixed(2)}: kept blocks beside another`);
   const counts = card("Tiles", "tiles", number(f.tiles), `of ${tiles.q} rows`);
   const steps = text(counts, "p", `${number(f.steps)} steps of ${tiles.kv} keys for a head`);
@@ -93,7 +97,7 @@ function writeFigures(f) {
   text(useful, "p", `${percent(f.active_pairs / f.all_pairs)} wanted, ${percent(f.issued_pairs / f.all_pairs)} issued, of all pairs`);
   drawBar(bar, f);
   card("Predicted time", "predicted_ms", f.predicted_ms.toPrecision(3), `ms on ${view.gpu.name}`,
-    `predicted for all ${scene.heads} heads with this mask; mostly ${f.predicted_bound}`,
+    `predicted for all ${scene.heads} heads with this mask; limited most by ${BOUNDS[f.predicted_bound]}`,
     `dense attention: predicted ${f.predicted_dense_ms.toPrecision(3)} ms`);
   parent.dataset.plan = plan.name;
 }
@@ -109,7 +113,7 @@ function writeLegends() {
   };
   const { mask } = current.scene, some = (bits) => /[^A=]/.test(bits);
   fill("mask-legend", [
-    ["kept", "kept"], ...(some(mask.partial) ? [["partial", "kept in part, by token bits"]] : []), ["skipped", "skipped"],
+    ["kept", "kept"], ...(some(mask.partial) ? [["partial", "block kept in part"]] : []), ["skipped", "skipped"],
     ["here", "block pointed at"], ["step", "in the same step"]]);
   const parts = current.tiles.q > current.tiles.part;
   fill("tiles-legend", [

@@ -32,20 +32,37 @@ function drawMask(svg, o) {
       const kind = o.kind(i, j);
       if (kind) paths[kind] += box(o.ke[j], o.qe[i], o.ke[j + 1] - o.ke[j], o.qe[i + 1] - o.qe[i]);
     }
-  const edged = Math.max(o.nq, o.nk) <= 64 ? " edged" : "";
+  const edged = Math.max(o.nq, o.nk) <= 64 && !paths[2] ? " edged" : "";
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("preserveAspectRatio", "none");
   svg.replaceChildren(
     make("rect", { width, height, class: "skipped" }),
     make("path", { d: paths[1], class: "kept" + edged }),
-    make("path", { d: paths[2], class: "partial" + edged }),
+    make("path", { d: paths[2], class: "partial" }),
+    make("path", { d: paths[2] ? wantedEntries(o) : "", class: "kept" }),
     make("g", { id: "mask-marks" }),
   );
 }
 
+// Exactly what a mask with token bits keeps: tiles hold that, and nothing else as wanted.
+function wantedEntries(o) {
+  const t = o.tiles;
+  let d = "";
+  t.runs.forEach((runs, tile) => {
+    for (let p = t.piece_offsets[tile]; p < t.piece_offsets[tile + 1]; p++)
+      for (const [first, end, member] of t.bands[t.piece_bands[p]])
+        for (const [top, q, rows] of member ? runs : []) {
+          const a = Math.max(first, top), b = Math.min(end, top + rows);
+          if (a < b) d += box(t.piece_kv0[p], q + a - top, t.piece_length[p], b - a);
+        }
+  });
+  return d;
+}
+
 function drawTiles(svg, o) {
   const t = o.tiles, line = lineHeight(t), colours = ["", "", "", ""];
-  let vain = "", steps = "", wide = o.ke[o.nk];
+  // At the scale of the mask, or at up to twice that where all tiles fit.
+  let vain = "", steps = "", wide = o.ke[o.nk] / 2;
   t.steps.forEach((count, tile) => {
     wide = Math.max(wide, count * t.kv);
     for (let step = 0; step < count; step++) {
@@ -68,7 +85,7 @@ function drawTiles(svg, o) {
     make("defs", {}, hatch("hatch-tiles")),
     make("path", { d: vain, class: "vain" }),
     ...colours.map((d, n) => make("path", { d, class: `s${n}${edged}` })),
-    make("path", { d: steps, class: "outline" }),
+    make("path", { d: steps, class: t.kv * 440 < 16 * wide ? "outline thin" : "outline" }),
     make("g", { id: "tiles-marks" }),
   );
   fitHatch(svg, "hatch-tiles");
@@ -127,7 +144,7 @@ function drawVideo(svg, o, i, j) {
   children.push(make("path", { d: squares, class: "kept" }));
   for (const token of keys.slice(o.ke[j], o.ke[j + 1])) {
     const [x, y] = place(token);
-    children.push(make("circle", { cx: x + 0.5, cy: y + 0.5, r: 0.36, class: "dot" }));
+    children.push(make("circle", { cx: x + 0.5, cy: y + 0.5, r: 0.42, class: "dot" }));
   }
   svg.setAttribute("viewBox", `0 0 ${across * wide - 2} ${Math.ceil(frames / across) * high}`);
   svg.replaceChildren(...children);

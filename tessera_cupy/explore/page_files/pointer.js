@@ -38,7 +38,14 @@ function placeWords(o, parts) {
   const from = Math.min(...parts.map((f) => t.piece_column[f.piece]));
   const to = Math.max(...parts.map((f) => t.piece_column[f.piece] + t.piece_length[f.piece]));
   const first = Math.min(...parts.map((f) => f.first)), end = Math.max(...parts.map((f) => f.end));
-  return `tile ${tile}, step ${step} of ${t.steps[tile] - 1}: rows ${range(first, end - 1)}, columns ${range(from, to - 1)}`;
+  return `tile ${tile}, step ${step} (the last is ${t.steps[tile] - 1}): rows ${range(first, end - 1)}, columns ${range(from, to - 1)}`;
+}
+
+function placesWords(places) {
+  const steps = new Map(), most = 8;
+  for (const [{ tile, step }] of places) steps.set(tile, [...(steps.get(tile) || []), step]);
+  const said = [...steps].slice(0, most).map(([tile, of]) => `tile ${tile}, step${of.length > 1 ? "s" : ""} ${of.join(", ")}`);
+  return said.join("; ") + (steps.size > most ? `; and ${steps.size - most} tiles more` : "");
 }
 
 // Show a block; `near` is the (tile, step) that was pointed at, if any.
@@ -54,9 +61,8 @@ function show(o, i, j, near) {
   const vain = places.length > 0 && !places[0][0].member;
   if (!places.length) text(readout, "p", "In no tile: it costs nothing.");
   else {
-    const most = 4, said = places.slice(0, most).map((place) => placeWords(o, place));
-    const rest = places.length > most ? `; and ${places.length - most} steps more` : "";
-    text(readout, "p", `${vain ? "Computed in vain in" : "In"} ${said.join("; ")}${rest}`, { id: "places" });
+    const words = places.length === 1 ? placeWords(o, places[0]) : placesWords(places);
+    text(readout, "p", `${vain ? "Computed in vain in" : "In"} ${words}`, { id: "places" });
   }
   text(readout, "p", "Rows, columns, tiles and steps count from 0.", { class: "hint" });
   mark(o, i, j, parts, found, places);
@@ -76,8 +82,8 @@ function mark(o, i, j, parts, found, places) {
         }
     }
   document.getElementById("mask-marks").replaceChildren(
-    make("path", { d: inMask.join(""), class: "halo" }),
-    make("path", { d: inMask.join(""), class: "same-step" }),
+    make("path", { d: inMask.join(""), class: inMask.length > 12 ? "halo thin" : "halo" }),
+    make("path", { d: inMask.join(""), class: inMask.length > 12 ? "same-step thin" : "same-step" }),
     make("path", { d: block, class: "here" }),
   );
   const steps = places.map(([f]) => box(f.step * t.kv, f.tile * line, t.kv, t.q)).join("");
