@@ -7,7 +7,7 @@ Jupyter, with the same picture.
 """
 
 from tessera_cupy.explore.data import explore_data, explore_mask
+from tessera_cupy.explore.notebook import widget
 from tessera_cupy.explore.page import explorer_page, view_page
-from tessera_cupy.explore.widget import widget
 
 __all__ = ["explore_data", "explore_mask", "explorer_page", "view_page", "widget"]

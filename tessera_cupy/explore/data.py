@@ -98,11 +98,10 @@ def explore_mask(
         ValueError: a head, mapping or GPU that there is not, or a grid of other tokens.
 
     Example:
-        >>> data = explore_mask(
-        ...     BlockMask.from_dense([[1, 0], [1, 1]], (64, 64)), mapping="merge-pack"
-        ... )
+        >>> mask = BlockMask.from_dense([[1, 0], [1, 1]], (64, 64))
+        >>> data = explore_mask(mask, mapping="share-pack", gpu="A100-SXM4-80GB")
         >>> data["tiles"]["steps"], data["figures"]["active_pairs"]
-        ([1], 12288)
+        ([2], 12288)
     """
     heads = mask.heads if heads is None else heads
     plan = find_plan(mask, mapping, heads, head_dim, find_gpu(gpu))

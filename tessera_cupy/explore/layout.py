@@ -89,7 +89,7 @@ def tiles_data(tiles: Tiles, row: int, part: int) -> dict[str, Any]:
     """
     mine = np.flatnonzero(tiles.tile_head == row)
     all_computed, last_step = computed_parts(tiles, part), np.cumsum(tiles.steps)
-    bands: dict[str, int] = {}
+    bands: dict[tuple[Any, ...], int] = {}
     band_lists: list[list[list[int]]] = []
     made: dict[str, list[Any]] = {
         name: [] for name in ("runs", "steps", "step_parts", "step", "column", "kv0", "length")
@@ -104,12 +104,14 @@ def tiles_data(tiles: Tiles, row: int, part: int) -> dict[str, Any]:
         for piece in pieces(tiles, tile, computed):
             if not piece.length or not piece.bands:
                 continue
-            key = repr(piece.bands)
+            key = tuple(piece.bands)
             if key not in bands:
                 bands[key] = len(band_lists)
-                band_lists.append([[top, end, int(member)] for top, end, member in piece.bands])
-            for name in ("step", "column", "kv0", "length"):
-                made[name].append(int(getattr(piece, name)))
+                band_lists.append([[top, end, int(member)] for top, end, member in key])
+            made["step"].append(piece.step)
+            made["column"].append(int(piece.column))
+            made["kv0"].append(int(piece.kv0))
+            made["length"].append(int(piece.length))
             made["bands"].append(bands[key])
         made["offsets"].append(len(made["step"]))
     return {

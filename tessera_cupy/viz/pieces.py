@@ -83,7 +83,7 @@ def pieces(tiles: Tiles, tile: int, parts: NDArray[np.bool_]) -> Iterator[Piece]
     exists = tiles.exists(tile, np.arange(tiles.shape.q))
     part_of_row = parts.shape[1] * np.arange(tiles.shape.q) // tiles.shape.q
     group_of_row = np.arange(tiles.shape.q) // GROUP_ROWS
-    made: dict[tuple[int, bytes], Bands] = {}
+    made: dict[tuple[int | bytes, bytes], Bands] = {}
     for place, at in enumerate(range(first, last)):
         step, slot = divmod(place, tiles.shape.fragments)
         members = int(tiles.frag_members[at])
@@ -95,8 +95,10 @@ def pieces(tiles: Tiles, tile: int, parts: NDArray[np.bool_]) -> Iterator[Piece]
                 some = kept[:, begin : begin + length]
                 cuts = np.flatnonzero((some[:, 1:] != some[:, :-1])[computed].any(axis=0)) + 1
                 for low, high in pairwise([0, *cuts.tolist(), length]):
-                    bands = _bands(computed, some[:, low])
-                    yield Piece(step, column + begin + low, kv0 + low, high - low, bands)
+                    of_keys = (some[:, low].tobytes(), parts[step].tobytes())
+                    if of_keys not in made:
+                        made[of_keys] = _bands(computed, some[:, low])
+                    yield Piece(step, column + begin + low, kv0 + low, high - low, made[of_keys])
             continue
         key = (members, parts[step].tobytes())
         if key not in made:

@@ -119,7 +119,7 @@ def test_pack_takes_blocks_from_anywhere_and_split_cuts_them() -> None:
 def test_gathered_keys_are_pieces_of_their_own() -> None:
     keys = np.zeros((1, 64), bool)
     keys[0, [3, 4, 40]] = True
-    slices = KeySlices.from_dense(keys, 64, (64, 64))
+    slices = KeySlices.from_groups(keys, 64)
     data = explore_mask(slices, mapping="retain-gather", gpu="A100-SXM4-80GB")
     assert data["scene"]["mask"]["slices"] is True
     assert [piece[1:4] for piece in pieces(data["tiles"], 0)] == [(0, 3, 2), (2, 40, 1)]

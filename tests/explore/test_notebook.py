@@ -15,7 +15,7 @@ from embedded import embedded
 
 from tessera_cupy import explore
 from tessera_cupy.errors import MissingExtraError
-from tessera_cupy.explore import widget as module
+from tessera_cupy.explore import notebook as module
 from tessera_cupy.explore.data import explore_data
 from tessera_cupy.video import MODELS
 
