@@ -134,6 +134,7 @@ def scene_data(scene: Scene) -> dict[str, Any]:
             "model": scene.model,
             "model_grid": str(known.grid),
             "model_tokens": known.grid.tokens,
+            "model_text": known.grid.text_tokens,
         },
         "rule": {"name": scene.rule, "title": rule_title(scene.rule)},
         "head": scene.head,

@@ -16,7 +16,7 @@ from tessera_cupy.explore.plans import AUTO
 from tessera_cupy.explore.scene import make_scene
 from tessera_cupy.video import MODELS
 
-_HEIGHT = 1000
+_HEIGHT = 1080
 
 
 def widget(model: str = MODEL, rule: str = RULE, gpu: str = GPU) -> Any:

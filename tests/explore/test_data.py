@@ -213,6 +213,7 @@ def test_the_data_says_what_the_grid_was_cut_from() -> None:
         "model": "wan-1.3b-81f-480p",
         "model_grid": "21x30x52",
         "model_tokens": 32760,
+        "model_text": 0,
     }
     assert data["scene"]["rule"] == {"name": "vsa", "title": "VSA"}
     assert data["scene"]["heads"] == 12

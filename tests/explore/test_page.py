@@ -122,9 +122,9 @@ def figures(browser: Any) -> dict[str, float]:
     }
 
 
-def marks(browser: Any, picture: str) -> list[str]:
+def marks(browser: Any, picture: str, kind: str = "here") -> list[str]:
     """What is outlined, in tokens, as the paths of the marks say."""
-    paths = browser.find_elements("css selector", f"#{picture}-marks .here")
+    paths = browser.find_elements("css selector", f"#{picture}-marks .{kind}")
     return [path.get_attribute("d") for path in paths]
 
 
@@ -229,8 +229,11 @@ def test_pointing_at_a_block_says_and_marks_where_it_is_computed(opened: Any) ->
     assert "In tile 2, step 1 (the last is" in readout(opened)
     assert "rows 0\N{EN DASH}63, columns 64\N{EN DASH}127" in readout(opened)
     assert marks(opened, "mask") == ["M256 256h64v64h-64z"]
+    columns = "".join(f"M{x} 256h64v128h-64z" for x in (192, 256, 320))
+    assert marks(opened, "mask", "same-step") == [columns]
     # Lines are 1.2 times the 128 rows of a tile apart.
     assert marks(opened, "tiles") == ["M256 307.2h64v64h-64z"]
+    assert marks(opened, "tiles", "same-step") == ["M192 307.2h192v128h-192z"]
     assert "Tile 2, step 1: 128 x 192" in opened.find_element("id", "lens-title").text
     hover(opened, "mask", 32, 28 * 64 + 32)
     assert "Block (28, 0): skipped" in readout(opened)
@@ -260,6 +263,10 @@ def test_a_skipped_block_may_be_computed_in_vain(opened: Any) -> None:
     hover(opened, "mask", 32, 5 * 64 + 32)
     assert "Block (5, 0): skipped" in readout(opened)
     assert "Computed in vain in tile 2, step 0" in readout(opened)
+    # Of block 0 row 4 wants some tokens, so that it is not in vain.
+    hover(opened, "mask", 32, 4 * 64 + 32)
+    assert "Block (4, 0): kept in part" in readout(opened)
+    assert "In tile 2, step 0 (the last is" in readout(opened)
 
 
 def test_keys_walk_over_blocks_and_over_tiles(opened: Any) -> None:

@@ -59,7 +59,7 @@ function writeAbout() {
     words.push(
       `${scene.rule.title}'s mask of head ${scene.head}, chosen from q and k that were made from ${scene.source}, ` +
       `on a grid of ${scene.grid.size.join("x")} = ${number(scene.grid.tokens)} tokens, ` +
-      `cut down from the ${scene.grid.model_grid} = ${number(scene.grid.model_tokens)} of ${scene.grid.model}.`);
+      `cut down${scene.grid.model_text ? ", without text," : ""} from the ${scene.grid.model_grid} = ${number(scene.grid.model_tokens)} of ${scene.grid.model}.`);
   else words.push(`The mask of head ${scene.head}, ${number(current.qe[current.nq])} x ${number(current.ke[current.nk])} tokens.`);
   words.push("Times are predicted by a model of the GPU; nothing here was measured.");
   el("about").textContent = words.join(" ");
