@@ -72,20 +72,22 @@ def computing_halves(tiles: Tiles, tile: int, skips: bool) -> NDArray[np.bool_]:
     return computed_parts(alone, tiles.shape.q // 2)
 
 
-def pieces(tiles: Tiles, tile: int, halves: NDArray[np.bool_]) -> Iterator[Piece]:
-    """The fragments of a tile; rows of a half that does not compute a step are left out.
+def pieces(tiles: Tiles, tile: int, parts: NDArray[np.bool_]) -> Iterator[Piece]:
+    """The fragments of a tile; rows of a part that does not compute a step are left out.
 
-    Of a fragment with token bits a piece is neighbouring keys that the same rows attend to.
+    ``parts`` is (steps, n): which of the n equal parts of the tile's rows compute each of its
+    steps, two of them as :func:`computing_halves` says. Of a fragment with token bits a piece is
+    neighbouring keys that the same rows attend to.
     """
     first, last = tiles.frag_offsets[tile : tile + 2]
     exists = tiles.exists(tile, np.arange(tiles.shape.q))
-    half_of_row = 2 * np.arange(tiles.shape.q) // tiles.shape.q
+    part_of_row = parts.shape[1] * np.arange(tiles.shape.q) // tiles.shape.q
     group_of_row = np.arange(tiles.shape.q) // GROUP_ROWS
-    made: dict[tuple[int, bool, bool], Bands] = {}
+    made: dict[tuple[int | bytes, bytes], Bands] = {}
     for place, at in enumerate(range(first, last)):
         step, slot = divmod(place, tiles.shape.fragments)
         members = int(tiles.frag_members[at])
-        computed = exists & halves[step][half_of_row]
+        computed = exists & parts[step][part_of_row]
         column = slot * tiles.shape.slot
         if tiles.frag_bits[at] >= 0:
             kept = token_bit.unpack(tiles.bits[tiles.frag_bits[at]])
@@ -93,10 +95,12 @@ def pieces(tiles: Tiles, tile: int, halves: NDArray[np.bool_]) -> Iterator[Piece
                 some = kept[:, begin : begin + length]
                 cuts = np.flatnonzero((some[:, 1:] != some[:, :-1])[computed].any(axis=0)) + 1
                 for low, high in pairwise([0, *cuts.tolist(), length]):
-                    bands = _bands(computed, some[:, low])
-                    yield Piece(step, column + begin + low, kv0 + low, high - low, bands)
+                    of_keys = (some[:, low].tobytes(), parts[step].tobytes())
+                    if of_keys not in made:
+                        made[of_keys] = _bands(computed, some[:, low])
+                    yield Piece(step, column + begin + low, kv0 + low, high - low, made[of_keys])
             continue
-        key = (members, bool(halves[step, 0]), bool(halves[step, 1]))
+        key = (members, parts[step].tobytes())
         if key not in made:
             member = (members >> group_of_row & 1).astype(np.bool_)
             made[key] = _bands(computed, member)
