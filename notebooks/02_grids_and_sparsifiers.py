@@ -105,8 +105,8 @@ draw_order(grid.temporal_order())
 
 # %% [markdown]
 # **A space-filling curve.** The Hilbert curve passes through every token of a cube, always from
-# neighbour to neighbour. A block of any size is then a compact region; no tile has to be chosen.
-# It changes frames often: follow it through a block, and look at the many triangles.
+# neighbour to neighbour. A block of any size is then a compact region; no tile has to be chosen. It
+# changes frames often: follow it through a block, and look at the many triangles.
 
 # %%
 draw_order(grid.curve_order())
@@ -208,7 +208,7 @@ for line, (name, number) in zip(axes, {"raster": 1, "3-D tiles of 4x4x4": 8}.ite
 #
 # | rule | order | keeps |
 # |---|---|---|
-# | SPADE | 3-D tiles, a shape for each head | the best blocks by extremes of q and k, the first few, the diagonal |
+# | SPADE | 3-D tiles, a shape for each head | the best blocks by extremes, the first, the diagonal |
 # | VSA | cubes of 4x4x4 | the best cubes by their means |
 # | STA | larger tiles | a window of tiles around each; never looks at q and k |
 # | Radial | raster | a band that gets thinner from frame to frame; never looks at q and k |
@@ -237,9 +237,9 @@ for name in ("spade", "vsa", "sta", "radial", "svg", "svg2"):
 #   row. At 1 every block is in a run, and even a simple kernel finds wide pieces to load. VSA's
 #   blocks stand alone: notebook 01 shows how *pack* makes wide steps of them.
 #
-# The masks of the first head. Rows are queries, columns are keys, each rule's in its own order; what
-# is blue is kept. Look at the kinds of pattern: STA, Radial and SVG are regular, known before the
-# data; SPADE, VSA and SVG2 follow the data. SVG's head is a spatial one: each frame attends to
+# The masks of the first head. Rows are queries, columns are keys, each rule's in its own order;
+# what is blue is kept. Look at the kinds of pattern: STA, Radial and SVG are regular, known before
+# the data; SPADE, VSA and SVG2 follow the data. SVG's head is a spatial one: each frame attends to
 # itself and to the first. SVG2's blocks differ in size, as its clusters do.
 
 # %%

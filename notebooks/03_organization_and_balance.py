@@ -44,9 +44,9 @@ from tessera_cupy.video import VideoGrid
 # %% [markdown]
 # ## A GPU is many workers
 #
-# A GPU has about a hundred **multiprocessors** (SMs). A **CTA** is a team of threads on one of them.
-# A **task** is what one CTA does: a tile, which is some query rows and their list of steps. All
-# tasks together are the attention; it is done when the last task is.
+# A GPU has about a hundred **multiprocessors** (SMs). A **CTA** is a team of threads on one of
+# them. A **task** is what one CTA does: a tile, which is some query rows and their list of steps.
+# All tasks together are the attention; it is done when the last task is.
 #
 # Lists differ in length, so tasks do. Here is a toy: nine tasks, and a GPU with room for four CTAs,
 # its **slots**. A step takes 1 ms. Whoever is free takes the next task.
@@ -55,10 +55,8 @@ from tessera_cupy.video import VideoGrid
 # %%
 def stacked(count, high):
     """Axes above each other, over one time."""
-    figure, axes = plt.subplots(
-        count, 1, figsize=(12, high * count + 0.6), layout="constrained", sharex=True
-    )
-    return axes
+    size = (12, high * count + 0.6)
+    return plt.subplots(count, 1, figsize=size, layout="constrained", sharex=True)[1]
 
 
 def finish(axes, longest):
@@ -187,12 +185,12 @@ for name, which, heads, kernel in (
 #
 # ## Heads within L2
 #
-# All tasks of a head read that head's keys and values again and again. They come from the GPU's **L2
-# cache**, as long as they fit. So tasks run in **groups of heads**: as many heads as fit in L2
+# All tasks of a head read that head's keys and values again and again. They come from the GPU's
+# **L2 cache**, as long as they fit. So tasks run in **groups of heads**: as many heads as fit in L2
 # together, then the next ones. Longest first is within a group.
 #
-# K and V of a head here are 2 x 7,800 x 128 numbers of 2 bytes: 4 MB. The L2 of an RTX 3090 has
-# 6 MB, that of an A100 has 40 MB.
+# K and V of a head here are 2 x 7,800 x 128 numbers of 2 bytes: 4 MB. The L2 of an RTX 3090 has 6
+# MB, that of an A100 has 40 MB.
 
 # %%
 small = "attend_mma/q64k64/retain-pack"
@@ -200,16 +198,16 @@ cards = {"sm_86": "one head at a time", "sm_80": "all heads at once"}
 draw_plans({said: plan_of(half, 4, small, "longest", arch) for arch, said in cards.items()})
 
 # %% [markdown]
-# Colours are heads. Above they follow each other: only the head that runs has to be in L2. Below all
-# four fit, so they run together, and the longest tasks of all heads start first.
+# Colours are heads. Above they follow each other: only the head that runs has to be in L2. Below
+# all four fit, so they run together, and the longest tasks of all heads start first.
 #
 # ## Who reads the same keys at the same time
 #
 # Two more orders help L2. They change no task, only who runs beside whom.
 #
 # - **runs**: tiles whose longest run of keys lies at the same place are neighbours;
-# - **alternate**: every second task walks its steps backwards, so that it begins with the keys where
-#   the one before ended.
+# - **alternate**: every second task walks its steps backwards, so that it begins with the keys
+#   where the one before ended.
 #
 # The picture shows the first 32 tasks in the order of their launch, from left to right. A dot is a
 # step: up the axis are the keys that it reads. Light is early in the task, dark is late.
