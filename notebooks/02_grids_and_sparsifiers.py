@@ -184,6 +184,9 @@ for name, order in orders.items():
 # In raster order the block is a strip from edge to edge: ground, street and what is on it. Its mean
 # stands for none of them. The tile is a small patch, and the same patch in the next frames: its
 # tokens are alike, its mean stands for all of them, and few blocks of keys are enough.
+#
+# How much an order gains differs: with 13 x 20 x 30 tokens of this clip the rule keeps 0.38 in
+# raster order and 0.44 in tiles.
 
 # %%
 frames = clips.read_frames("bikes", grid.t, 2 * grid.h, 2 * grid.w) / 255
@@ -208,7 +211,7 @@ for line, (name, number) in zip(axes, {"raster": 1, "3-D tiles of 4x4x4": 8}.ite
 #
 # | rule | order | keeps |
 # |---|---|---|
-# | SPADE | 3-D tiles, a shape for each head | the best blocks by extremes, the first, the diagonal |
+# | SPADE | 3-D tiles, a shape for each head | the best blocks by extremes, the diagonal |
 # | VSA | cubes of 4x4x4 | the best cubes by their means |
 # | STA | larger tiles | a window of tiles around each; never looks at q and k |
 # | Radial | raster | a band that gets thinner from frame to frame; never looks at q and k |

@@ -26,8 +26,8 @@
 #
 # A **plan** is a mapping (notebook 01), an organization (notebook 03) and a kernel. Nothing here
 # needs a GPU: **all times here are predicted** by the package's cost model, none was measured. To
-# run it, install the package with its extras from a clone of the repository: `pip install
-# '.[notebooks]'` in the folder with `pyproject.toml`, or `make venv`.
+# run it, install the package with its extras from a clone of the repository:
+# `pip install '.[notebooks]'` in the folder with `pyproject.toml`, or `make venv`.
 
 # %%
 # %matplotlib inline
