@@ -37,6 +37,9 @@ class TestNotebook:
             assert not cell.get("outputs"), cell.source
             assert cell.get("execution_count") is None, cell.source
 
+    def test_no_cell_is_empty(self, path: Path) -> None:
+        assert all(cell.source.strip() for cell in read(path).cells)
+
     def test_it_is_its_script(self, path: Path) -> None:
         jupytext = pytest.importorskip("jupytext")
         script = jupytext.read(path.with_suffix(".py"))
