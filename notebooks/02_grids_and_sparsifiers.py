@@ -209,7 +209,7 @@ for line, (name, number) in zip(axes, {"raster": 1, "3-D tiles of 4x4x4": 8}.ite
 #
 # | rule | order | keeps |
 # |---|---|---|
-# | SPADE | 3-D tiles, a shape for each head | the best blocks by extremes, the diagonal |
+# | SPADE | 3-D tiles, a shape for each head | the best blocks by extreme values, the diagonal |
 # | VSA | cubes of 4x4x4 | the best cubes by their means |
 # | STA | larger tiles | a window of tiles around each; never looks at q and k |
 # | Radial | raster | a band that gets thinner from frame to frame; never looks at q and k |
@@ -235,8 +235,8 @@ for name in ("spade", "vsa", "sta", "radial", "svg", "svg2"):
 #
 # - **density**, the kept share of all (query, key) pairs. Half the density, half the arithmetic;
 # - **run coverage**, the share of the kept blocks that have a kept neighbour beside them in their
-#   row. At 1 every block is in a run, and even a simple kernel finds wide pieces to load. VSA's
-#   blocks stand alone: notebook 01 shows how *pack* makes wide steps of them.
+#   row. At 1 every block is in a run, and even a simple kernel finds wide pieces to load. Two of
+#   three of VSA's blocks stand alone: notebook 01 shows how *pack* makes wide steps of them.
 #
 # The masks of the first head. Rows are queries, columns are keys, each rule's in its own order;
 # what is blue is kept. Look at the kinds of pattern: STA, Radial and SVG are regular, known before
@@ -254,8 +254,8 @@ for ax, (name, selection) in zip(axes.flat, chosen.items(), strict=True):
 #
 # A model has many heads, and each has a mask of its own. Some rules give each head its own order,
 # too. SPADE takes for each the shape of tile (frames x rows x columns) in which tokens are most
-# alike. In the clip with the street all heads want a little of each axis; in the other one, a
-# talking head before a still car, they want all frames of one row.
+# alike. In the clip with the street all heads want a little of each axis. The other clip is of a
+# man who talks in a car; little moves, and all heads want a piece of one row in all frames.
 
 # %%
 for clip in clips.CLIPS:
@@ -263,9 +263,20 @@ for clip in clips.CLIPS:
     print(f"{clip:<18}", *spade.tiles_of(spade.select(q, k, grid)))
 
 # %% [markdown]
-# Density and run coverage of SVG2's heads: a bar and a dot for each. One head keeps less than half
-# of what the others keep, since its attention is sharper: fewer clusters reach the same mass. A GPU
-# gets all heads in one launch, so it has to spread uneven work: that is notebook 03.
+# The masks of SVG2's four heads. Each head has clusters of its own, so one's rows are not
+# another's.
+
+# %%
+figure, axes = plt.subplots(1, 4, figsize=(15, 4.4), layout="constrained")
+for head, ax in enumerate(axes):
+    viz.draw_mask(ax, chosen["svg2"].mask, head=head)
+    ax.set_title(f"SVG2, head {head}")
+
+# %% [markdown]
+# Their density as bars, their run coverage as dots; dashed lines are the means. Head 1 keeps less
+# than half of what the others keep: its attention is sharper, so that fewer clusters reach the same
+# mass. A GPU computes all heads in one launch, and has to spread such uneven work. That is notebook
+# 03.
 
 # %%
 viz.draw_heads(plt.figure(figsize=(8, 5), layout="constrained"), chosen["svg2"].mask)

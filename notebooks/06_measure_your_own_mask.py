@@ -97,11 +97,10 @@ viz.draw_mask(ax, mask)
 
 # %%
 NAMES = {
-    "a block in each step": "attend_mma/q64k64/retain-retain/longest+split",
-    "aligned neighbours, Hopper": "attend_wgmma/q128k192/merge-merge/longest+split",
-    "packed steps": "attend_mma/q64k64/retain-pack/longest+split",
-    "packed, tiles of 128": "attend_mma/q128k64/share-pack/longest+split",
-    "packed, tiles of 128, Hopper": "attend_wgmma/q128k192/share-pack/longest+split",
+    "small tiles, a block a step": "attend_mma/q64k64/retain-pack/longest+split",
+    "tiles of 128, aligned": "attend_wgmma/q128k192/merge-merge/longest+split",
+    "tiles of 128, packed": "attend_mma/q128k64/share-pack/longest+split",
+    "the same, for Hopper": "attend_wgmma/q128k192/share-pack/longest+split",
     "the same, rows regrouped": "attend_wgmma/q128k192/regroup-pack/longest+split",
 }
 request = ArraySpec((1, HEADS, TOKENS, HEAD_DIM), "bfloat16")
