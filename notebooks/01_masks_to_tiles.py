@@ -180,7 +180,7 @@ for way in viz.tile_each_way(mask, plan.spec):
 # Colour and number say which step of its tile a block is in: equal numbers meet in one step.
 # Hatched is computed in vain. Look first at *retain Q, pack KV*. Then compare *share Q, pack KV*
 # with *merge Q, pack KV*: share has hardly any hatching, since halves skip. What the package
-# chooses has a yellow ground; its steps hold three blocks.
+# chooses has a yellow ground.
 
 # %%
 window = viz.diagonal_window(mask, (4, 12))
