@@ -16,72 +16,113 @@
 # %% [markdown]
 # # From a mask to physical tiles
 #
-# A block-sparse mask says which blocks of queries attend to which blocks of keys. A GPU's
-# matrix units say nothing about blocks: a kernel computes **physical tiles** of a size that
-# suits the hardware, one **step** of keys after the other. This notebook takes one real mask
-# and shows what happens between the two, and why *pack* is worth having.
+# At the end you will know
+#
+# - what a block-sparse mask is;
+# - why a GPU does not want to compute its blocks one by one;
+# - what *pack* does, and why it helps; and what the other mappings are for.
 #
 # Nothing here needs a GPU. To run it, install the package with its extras from a clone of the
-# repository: `pip install '.[demo,notebooks]'` in the folder with `pyproject.toml`, or `make venv`.
+# repository: `pip install '.[notebooks]'` in the folder with `pyproject.toml`, or `make venv`.
 
 # %%
 # %matplotlib inline
+import matplotlib.pyplot as plt
 import numpy as np
 
-from tessera_cupy import make_plan, reference, viz
+from tessera_cupy import BlockMask, make_plan, reference, viz
 from tessera_cupy.bench import clips
-from tessera_cupy.mapping import Mapping, map_mask
+from tessera_cupy.mapping import Mapping, map_mask, useful_fraction
 from tessera_cupy.sparsifiers import spade
 from tessera_cupy.video import VideoGrid
 
 # %% [markdown]
+# ## What a mask leaves out
+#
+# A video model cuts a video into **tokens**, small patches. Each token has a query, a key and a
+# value. In attention every query looks at every key: it multiplies itself with each, turns the
+# products into weights, and takes the weighted sum of the values.
+#
+# With 30,000 tokens that is 900 million pairs for each head, and most weights are next to nothing.
+# A **mask** says which pairs to compute. It does so by **blocks**: so many queries by so many keys,
+# here 64 by 64, all or none.
+#
+# Here is a small one. Each row of blocks is 64 queries, each column 64 keys. Blue blocks are kept,
+# the others are skipped. Read a row from left to right: it is a list of the key blocks that these
+# queries want. There are gaps in it.
+
+# %%
+keep = np.zeros((3, 12), bool)
+for row, columns in enumerate(([0, 3, 4, 7, 10], [1, 3, 6, 7, 10, 11], [0, 2, 5, 9])):
+    keep[row, columns] = True
+small = BlockMask.from_dense(keep, (64, 64))
+figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")
+viz.draw_mask(ax, small)
+
+# %% [markdown]
+# ## What a GPU wants
+#
+# A GPU multiplies with **matrix units**, and they want large pieces. So a kernel works in
+# **physical tiles**, of a size that suits the GPU and not the mask. A tile is some query rows; it
+# goes through its keys in **steps** of a fixed width. Here a tile has 64 rows, and a step 128 keys:
+# room for two blocks side by side.
+#
+# A step takes the same time whether it is full or half empty. So fewer steps are faster. How should
+# the blocks of a row fill them? This is called **mapping**, and here are three answers:
+#
+# - **retain**: one block in each step. The other half is empty;
+# - **merge**: cut the keys into pairs of neighbours, and take every pair with a wanted block in it.
+#   What was not wanted is computed all the same, and thrown away;
+# - **pack**: take the next two *wanted* blocks of the list, from wherever they are, and put them
+#   side by side.
+#
+# Below, each line is a tile, and each box a block that it loads; the number says in which step.
+# Hatched is computed in vain. Look at how long the lines are.
+
+# %%
+figure, axes = plt.subplots(3, 1, figsize=(9, 5.6), layout="constrained", sharex=True)
+for ax, name in zip(axes, ("retain", "merge", "pack"), strict=True):
+    tiles = map_mask(small, Mapping("retain", name), 64, 128)
+    viz.draw_steps(ax, tiles)
+    useful = useful_fraction(tiles, small)
+    ax.set_title(
+        f"{name}: {tiles.steps.sum()} steps, {useful:.0%} of the work is useful", fontsize=10
+    )
+    ax.set_ylabel("rows of the tiles")
+
+# %% [markdown]
+# Pack needs the fewest steps. All that is left over is half a step where a list has an odd length.
+#
+# Is the result still right? Yes: attention sums over keys, and a sum does not care in which order
+# its terms come. The price is that the keys of a step come from two addresses in place of one; the
+# GPU's asynchronous copies do that at the same speed.
+#
+# **That is pack: wide steps for the GPU, with nothing in them that the mask did not ask for.**
+#
 # ## A real mask
 #
-# Thirteen frames of a small video become a grid of 13 x 20 x 30 = 7,800 tokens, with queries
-# and keys made from their pixels. SPADE's rule then does two things for each head: it puts the
-# tokens in the order of small 3-D tiles, so that 64 neighbours in the sequence are 64
-# neighbours in the video, and it keeps, for each block of 64 queries, the blocks of 64 keys
-# that promise the largest scores, with the first few blocks and the diagonal.
+# Thirteen frames of a clip become a grid of 13 x 20 x 30 = 7,800 tokens, with queries and keys made
+# from their pixels. A published rule, SPADE, then chooses the blocks that promise the largest
+# weights. It first puts the tokens in an order in which 64 neighbours of the sequence are
+# neighbours in the video; notebook 02 is about that. The masks are made by the published rule; they
+# are not those of a model.
 #
-# The masks are regenerated from the video by the published rule; they are not a model's own.
+# The text picture is the mask: the darker, the more is kept.
 
 # %%
 grid = VideoGrid(13, 20, 30)
 q, k, v = clips.video_heads("bikes", grid, heads=1)
 chosen = spade.select(q, k, grid)
 mask = chosen.mask
-print("3-D tile of the head:", spade.tiles_of(chosen)[0])
 print(mask)
 
 # %% [markdown]
-# ## One row of it
-#
-# All that a kernel needs of a row of blocks is its list of active key blocks. The lists are
-# short and have gaps, and that is the whole difficulty: matrix units want wide tiles, here of
-# 128 keys, and the mask gives blocks of 64 that mostly have no active neighbour where an
-# aligned tile would need one.
-
-# %%
-row = 60
-wanted = np.flatnonzero(mask.to_dense()[0, 0, row])
-print(f"query block {row} keeps {len(wanted)} of {mask.num_blocks[1]} key blocks:")
-print(wanted)
-
-# %% [markdown]
-# ## Three ways to fill steps of 128 keys
-#
-# - **retain** puts one block in each step and leaves the other half empty;
-# - **merge** loads aligned pairs of neighbours, whether both are wanted or not, and masks what
-#   is not;
-# - **pack** takes the next two *wanted* blocks from anywhere in the list and loads them side by
-#   side. The sum over keys does not care where they came from, so the result is the same.
-#
-# Below, each step of the row is written with the key blocks that it loads; those that the mask
-# left out are in parentheses.
+# One row of it, and its steps in full. In brackets is a step, in parentheses what the mask left
+# out.
 
 
 # %%
-def steps_of_row(kv_side: str) -> list[list[int]]:
+def steps_of_row(kv_side):
     """Key blocks that each step of the row loads."""
     tiles = map_mask(mask, Mapping("retain", kv_side), 64, 128)
     first, last = tiles.frag_offsets[row : row + 2]
@@ -91,32 +132,34 @@ def steps_of_row(kv_side: str) -> list[list[int]]:
     return [blocks[loaded & (step == s)].tolist() for s in range(step[-1] + 1)]
 
 
+row = 60
+wanted = np.flatnonzero(mask.to_dense()[0, 0, row])
+print(f"query block {row} keeps {len(wanted)} of {mask.num_blocks[1]} key blocks\n")
 for kv_side in ("retain", "merge", "pack"):
     steps = steps_of_row(kv_side)
     useful = len(wanted) / (2 * len(steps))
-    print(f"{kv_side:>6}: {len(steps):2} steps, {useful:.0%} of the work is useful")
-    for step in steps:
-        print("[" + " ".join(f"{b}" if b in wanted else f"({b})" for b in step) + "]", end=" ")
-    print("\n")
+    print(f"{kv_side}: {len(steps)} steps, {useful:.0%} of the work is useful")
+    boxes = ["[" + " ".join(f"{b}" if b in wanted else f"({b})" for b in s) + "]" for s in steps]
+    for first in range(0, len(boxes), 12):
+        print("  ", *boxes[first : first + 12])
 
 # %% [markdown]
-# Pack needs the fewest steps, and no step computes a block that the mask left out; only the last
-# one of a list of odd length is half empty. The price is that a step's keys come from two
-# addresses in place of one, which the GPU's asynchronous copies do at the same speed.
+# ## Queries have mappings too
 #
-# ## The whole mask, under each mapping
+# So far a tile had the 64 rows of one query block. Modern GPUs like 128 rows: the keys of a step
+# are loaded once and serve twice as many queries. So two query blocks have to meet in a tile.
 #
-# Queries have mappings too. *Merge* on the query side joins two rows of blocks in a tile of
-# 128 queries; rows that did not ask for a block do not see it, but the tile computes it.
-# *Share* joins them too, and sorts the list: steps that both rows want come first, then those of
-# one row alone, which the half of the tile that has the other row skips. *Regroup* shares too,
-# with rows whose lists are alike in place of neighbours.
-# *Split* cuts blocks into smaller tiles: nothing is wasted, but there are many more steps,
-# each too small to keep the matrix units busy.
+# - **merge** takes two neighbours and all that either wants. A row does not *see* what it did not
+#   ask for, but the tile computes it.
+# - **share** takes the same two, and sorts their list: first the steps that both want, then those
+#   of one alone, which the half of the tile with the other one skips.
+# - **regroup** shares too, but between rows whose lists are alike, wherever they are.
+# - **split** is for the opposite case: it cuts blocks into smaller tiles. Nothing is wasted, but
+#   there are many small steps, which keep no matrix unit busy.
 #
-# The useful fraction is the number of active (query, key) pairs over the number of pairs in the
-# steps of the tiles, without what a half skips. The plan that the profile table chooses for an
-# H100 has one of these mappings; an arrow marks it.
+# The table has the whole mask under each. A name says the mapping of queries, then of keys.
+# *Useful* is the number of pairs that the mask keeps, over the number of pairs that are computed.
+# The arrow marks what the package would choose for an H100.
 
 # %%
 q, k, v = (chosen.permute(x) for x in (q, k, v))
@@ -130,30 +173,41 @@ for way in viz.tile_each_way(mask, plan.spec):
     print(f"{steps_in_all:>7,} {way.useful:>7.2f}  {way.gloss}")
 
 # %% [markdown]
-# The picture shows the orange part of the mask. The upper panel of each pair has the blocks
-# where they are in the mask, the lower one has them as the kernel computes them, step by step.
-# Colour and number tell which step of its tile a block went to. Hatched parts are work on
-# entries that the mask leaves out; the plan's mapping has a yellow ground.
+# The same as pictures. On the left is the mask; the small orange frame is the part that is drawn on
+# the right, twice for each mapping: above, the blocks where they are in the mask; below, as the
+# kernel computes them, a tile a line, its steps side by side.
+#
+# Colour and number say which step of its tile a block is in: equal numbers meet in one step.
+# Hatched is computed in vain. Look first at *retain Q, pack KV*. Then compare *share Q, pack KV*
+# with *merge Q, pack KV*: share has hardly any hatching, since halves skip. What the package
+# chooses has a yellow ground.
 
 # %%
-viz.mask_to_tiles(mask, plan=plan.spec, title="One mask, and the ways to tile it")
+window = viz.diagonal_window(mask, (4, 12))
+viz.mask_to_tiles(mask, plan=plan.spec, window=window, title="One mask, and the ways to tile it")
 
 # %% [markdown]
 # ## The same numbers come out
 #
-# A plan is a mapping, an order of the tiles and a kernel. Here it runs in NumPy, tile by tile
+# A **plan** is a mapping, an order of the tiles, and a kernel. Here it runs in NumPy, tile by tile
 # as the kernel would, and is compared with attention computed the plain way in float64.
-
-# %%
-print(plan.explain())
 
 # %%
 out = reference.execute(plan, q, k, v)
 exact = reference.attention(q, k, v, mask)
 error = np.abs(out - exact).max()
+print(plan.spec.name)
 print(f"largest error {error:.1e}, of values up to {np.abs(exact).max():.1f}")
 assert error < 1e-5
 
 # %% [markdown]
-# `chosen.restore(out)` puts the tokens back in the order of the video. On a GPU, the one call
-# `tessera_cupy.block_sparse_attention(q, k, v, mask)` does all of the above.
+# On a GPU, one call does all of the above: `tessera_cupy.block_sparse_attention(q, k, v, mask)`.
+# Then `chosen.restore(out)` puts the tokens back in the order of the video.
+#
+# ## Try next
+#
+# - Change the lists in the small mask, and predict the number of steps before you run the cell.
+# - `print(plan.explain())` says in words what the plan does, and why it was chosen.
+# - `spade.select(q, k, grid, block_size=(32, 32))` makes smaller blocks. What becomes of merge?
+# - Notebook 02: where masks come from. 03: how tiles are spread over a GPU. 04: how the package
+#   chooses. 05: single keys in place of blocks. 06: your own mask, measured.

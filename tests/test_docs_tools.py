@@ -42,6 +42,26 @@ def test_a_notebook_as_a_page(tmp_path: Path) -> None:
     )
 
 
+def test_a_page_of_a_notebook_says_that_it_lacks_the_outputs() -> None:
+    page = tool("hooks").on_page_markdown(
+        "<!-- notebook: notebooks/01_masks_to_tiles.py -->\n\n## Run it\n\nSo.\n"
+    )
+    title, note, *_ = page.split("\n\n")
+    assert title == "# From a mask to physical tiles"
+    assert note.startswith("!!! note\n    This is a notebook.")
+    assert "(#run-it)" in note
+    assert page.endswith("\n\n## Run it\n\nSo.\n")
+
+
+def test_every_notebook_has_a_page() -> None:
+    root = TOOLS.parents[1]
+    pages = "".join(path.read_text() for path in (root / "docs" / "tutorial").glob("*.md"))
+    scripts = sorted(path.name for path in (root / "notebooks").glob("*.py"))
+    assert scripts
+    for name in scripts:
+        assert f"<!-- notebook: notebooks/{name} -->" in pages
+
+
 def test_a_docstring_as_markdown() -> None:
     pytest.importorskip("griffe")
     made = tool("docstrings").as_markdown(

@@ -4,7 +4,8 @@ A page says with a comment on a line of its own where something belongs:
 
 - ``<!-- command-line -->``: the help of ``tessera-cupy`` and of all its commands;
 - ``<!-- notebook: notebooks/NAME.py -->``: a notebook, from its script in jupytext's percent
-  format, with Markdown cells as text and the others as code.
+  format, with Markdown cells as text and the others as code, and a note that says where the
+  pictures are.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ ROOT = Path(__file__).parents[2]
 
 _COMMAND_LINE = "<!-- command-line -->"
 _NOTEBOOK = re.compile(r"^<!-- notebook: (\S+) -->$", re.MULTILINE)
+_NOTE = """!!! note
+    This is a notebook. What it prints and draws is there once [you run it](#run-it)."""
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in a page before it is rendered; MkDocs calls this."""
     if _COMMAND_LINE in markdown:
         markdown = markdown.replace(_COMMAND_LINE, "\n".join(command_line()))
-    return _NOTEBOOK.sub(lambda found: notebook(ROOT / found[1]), markdown)
+    return _NOTEBOOK.sub(lambda found: _noted(notebook(ROOT / found[1])), markdown)
 
 
 def command_line() -> Iterator[str]:
@@ -47,6 +50,12 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
                 yield from _parsers(below)
+
+
+def _noted(page: str) -> str:
+    """A notebook's page with the note below its title."""
+    title, _, rest = page.partition("\n\n")
+    return f"{title}\n\n{_NOTE}\n\n{rest}"
 
 
 def notebook(path: Path) -> str:
