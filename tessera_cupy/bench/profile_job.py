@@ -17,9 +17,10 @@ from tessera_cupy.bench.steps import Steps
 from tessera_cupy.errors import TableError, wrong
 from tessera_cupy.kernels import catalog
 from tessera_cupy.regimes import load_for
-from tessera_cupy.regimes.compiler import compile_table
+from tessera_cupy.regimes.compiler import LEAST_CASES, compile_table
 from tessera_cupy.regimes.measurements import Case, Measurements
 from tessera_cupy.regimes.schema import Document, read_document
+from tessera_cupy.regimes.table import shipped
 from tessera_cupy.regimes.writer import write_table
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ def run_profile(
         ValueError: a name that is no table's, or nothing to compile.
         MissingExtraError: scikit-learn or the clips are not installed.
     """
+    if most_cases is not None and most_cases < LEAST_CASES:
+        fix = "measure more, or leave it to the budget"
+        raise ValueError(wrong("cases", f"at least {LEAST_CASES}", most_cases, fix))
     raw = out.with_suffix(".npz")
     prior = prior_of(out)
     steps = Steps(console, count=1 if compile_only else 2)
@@ -128,6 +132,10 @@ def prior_of(out: Path) -> Document:
         raise ValueError(wrong("out", "a .yaml file", str(out), fix))
     if not out.parent.is_dir():
         raise ValueError(wrong("out", "a folder that exists", str(out.parent), "make it first"))
+    if out.stem not in shipped():
+        names = ", ".join(f"{name}.yaml" for name in shipped())
+        fix = "name it after the GPU's compute capability, sm90.yaml for 9.0"
+        raise ValueError(wrong("out", f"one of {names}", out.name, fix))
     return read_document(out) if out.is_file() else load_for(out.stem).document
 
 

@@ -25,7 +25,11 @@ def add_to(commands: Commands) -> None:
         "a second run goes on where the first one stopped.",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="TABLE.yaml", help="such as plans/sm90.yaml"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="TABLE.yaml",
+        help="named after the GPU's table: sm80, sm89, sm90, sm100 or sm120",
     )
     parser.add_argument(
         "--budget",

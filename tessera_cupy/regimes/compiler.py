@@ -72,15 +72,18 @@ def compile_table(
     if prior.arch != measurements.arch:
         expected = f"a table of {measurements.arch}"
         raise ValueError(wrong("prior", expected, f"one of {prior.arch}", "give that table"))
-    keys = [
-        _key(match, cases, edges)
-        for match, cases in _classes(measurements.cases)
-        if len(cases) >= LEAST_CASES
-    ]
+    kinds = _classes(measurements.cases)
+    keys = [_key(match, cases, edges) for match, cases in kinds if len(cases) >= LEAST_CASES]
     if not keys:
-        expected = f"a kind of mask with {LEAST_CASES} cases or more"
-        got = f"{len(measurements.cases)} cases in all"
-        raise ValueError(wrong("measurements", expected, got, "profile longer"))
+        most = max((len(cases) for _, cases in kinds), default=0)
+        raise ValueError(
+            wrong(
+                "measurements",
+                f"a kind of mask with {LEAST_CASES} cases or more",
+                f"{len(measurements.cases)} cases of {len(kinds)} kinds, at most {most} of one",
+                "profile on, longer or with fewer families; what was measured is kept",
+            )
+        )
     reasoned = prior.keys if prior.provenance == "default" else prior.reasoned
     return Document(
         path=path,

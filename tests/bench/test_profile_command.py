@@ -105,12 +105,13 @@ def test_a_wrong_output_is_the_exit_status(tmp_path, capsys, monkeypatch):
     ("words", "message"),
     [
         (["--out", "sm80.yml"], "`out`: expected a .yaml file"),
-        (["--out", "sm91.yaml"], "`name`: expected one of sm100"),
+        (["--out", "sm91.yaml"], "`out`: expected one of sm100.yaml"),
         (["--out", "sm90.yaml", "--model", "sm_80"], "expected sm80.yaml for A GPU of sm_80"),
         (["--out", "nowhere/sm80.yaml"], "`out`: expected a folder that exists, got nowhere"),
         (["--out", "sm80.yaml", "--compile-only", "--fresh"], "`--compile-only`"),
         (["--out", "sm80.yaml", "--compile-only"], "expected a file of measurements, got sm80.npz"),
-        (["--out", "sm80.yaml", "--model", "sm_80", "--cases", "3", *SIZES], "profile longer"),
+        (["--out", "sm80.yaml", "--model", "sm_80", "--cases", "3", *SIZES], "expected at least 8"),
+        (["--out", "sm80.yaml", "--model", "sm_80", "--cases", "9", *SIZES], "at most 6 of one"),
     ],
 )
 def test_bad_input_is_refused(tmp_path, capsys, monkeypatch, words, message):

@@ -191,7 +191,9 @@ def test_bad_input_is_refused():
         compile_table(measured([]), PRIOR, path=PATH)
     with pytest.raises(ValueError, match="expected a table of sm80, got one of sm90"):
         compile_table(measured([case({SHARE: 1.0})], arch="sm80"), PRIOR, path=PATH)
-    with pytest.raises(ValueError, match=f"{LEAST_CASES} cases or more, got 1 case"):
+    with pytest.raises(
+        ValueError, match=f"{LEAST_CASES} cases or more, got 1 cases of 1 kinds, at most 1"
+    ):
         compile_table(measured([case({SHARE: 1.0})]), PRIOR, path=PATH)
 
 
