@@ -91,31 +91,31 @@ def head_work(mask: BlockMask, heads: int) -> NDArray[np.float64]:
     return np.array(np.broadcast_to(summed, (heads,)))
 
 
-def deal(work: ArrayLike, ranks: int, *, shared: int = 1, most: int | None = None) -> Deal:
+def deal(work: ArrayLike, ranks: int, *, shared: int = 1, most_heads: int | None = None) -> Deal:
     """Deal heads to ranks by their work.
 
     Args:
         work: (heads,) of each query head, in any unit.
         ranks: how many ranks there are.
         shared: query heads of each KV head.
-        most: query heads that a rank may hold; None means ``ceil(heads / ranks)``.
+        most_heads: query heads that a rank may hold; None means ``ceil(heads / ranks)``.
 
     Raises:
         ValueError: no ranks, or so small a bound that heads are left over.
 
     >>> deal([5, 1, 1, 3], 2).q
     ((0, 2), (1, 3))
-    >>> deal([9, 1, 1, 3], 2, most=3).q
+    >>> deal([9, 1, 1, 3], 2, most_heads=3).q
     ((0,), (1, 2, 3))
     """
     of_head = np.asarray(work, np.float64)
     heads = len(of_head)
     if ranks < 1:
         raise ValueError(wrong("ranks", "at least 1", ranks, "count the processes of the group"))
-    bound = -(-heads // ranks) if most is None else most
+    bound = -(-heads // ranks) if most_heads is None else most_heads
     if bound * ranks < heads:
         expected = f"at least {-(-heads // ranks)} heads, so that {ranks} ranks hold all {heads}"
-        raise ValueError(wrong("most", expected, bound, "leave it out"))
+        raise ValueError(wrong("most_heads", expected, bound, "leave it out"))
     if shared > 1:
         groups = _deal(of_head.reshape(-1, shared).sum(axis=1), ranks, bound // shared)
         if groups is not None:
@@ -133,7 +133,7 @@ def deal(work: ArrayLike, ranks: int, *, shared: int = 1, most: int | None = Non
     return Deal(dealt, shared)
 
 
-def deal_again(work: ArrayLike, old: Deal, *, most: int | None = None) -> Deal:
+def deal_again(work: ArrayLike, old: Deal, *, most_heads: int | None = None) -> Deal:
     """The old deal as long as it serves the new work, else a new one.
 
     It serves while its balance under the new work is at most :data:`KEEP_WITHIN` times that of
@@ -142,13 +142,13 @@ def deal_again(work: ArrayLike, old: Deal, *, most: int | None = None) -> Deal:
     Args:
         work: (heads,) of each query head under the new mask.
         old: the deal so far.
-        most: as of :func:`deal`.
+        most_heads: as of :func:`deal`.
 
     >>> old = deal([4, 3, 2, 1], 2)
     >>> deal_again([4, 3, 2.1, 1], old) is old, deal_again([4, 3, 1, 4], old) is old
     (True, False)
     """
-    new = deal(work, len(old.q), shared=old.shared, most=most)
+    new = deal(work, len(old.q), shared=old.shared, most_heads=most_heads)
     return old if old.balance(work) <= KEEP_WITHIN * new.balance(work) else new
 
 

@@ -170,9 +170,9 @@ def make_schedule(
     shared = q_heads // kv_heads
     u, r = degrees
     if old is not None and (len(old.q), old.shared) == (u, shared):
-        dealt = deal_again(work, old, most=most_heads)
+        dealt = deal_again(work, old, most_heads=most_heads)
     else:
-        dealt = deal(work, u, shared=shared, most=most_heads)
+        dealt = deal(work, u, shared=shared, most_heads=most_heads)
     return Schedule(mask, degrees, q, kv, dealt, group_pairs(mask, degrees, q, kv, dealt))
 
 
