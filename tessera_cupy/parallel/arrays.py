@@ -12,7 +12,7 @@ from tessera_cupy import interop
 
 
 def namespace(array: Any) -> Any:
-    """torch of a tensor, else NumPy."""
+    """Torch of a tensor, else NumPy."""
     return sys.modules["torch"] if interop.framework(array) == "torch" else np
 
 

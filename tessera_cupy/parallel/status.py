@@ -27,9 +27,9 @@ from tessera_cupy.errors import MissingExtraError, RankError, wrong
 #: Seconds that a call may take unless the caller says otherwise.
 TIMEOUT = 60.0
 
-# How long ranks whose time is up wait for the reports of others, whose time is up as well.
+# How long ranks whose time is up wait for the reports of others, whose time is up soon after.
 _AGREEMENT = 1.0
-_POLL = 0.02
+_POLL, _LINGER = 0.02, 0.2
 _MOST_TEXT = 2000
 _MOST_NAMED = 4
 
@@ -187,8 +187,7 @@ class Board:
             self._store.wait(keys, clock.left)
             heard = [json.loads(text) for text in self._store.multi_get(keys)]
         except RuntimeError as lost:
-            silent = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
-            raise self._lost(silent, clock, "begin the call") from lost
+            raise self._unheard(keys, clock) from lost
         errors = {rank: said["error"] for rank, said in enumerate(heard) if "error" in said}
         if error is not None and len(errors) == self.size and len(set(errors.values())) == 1:
             raise error
@@ -207,35 +206,48 @@ class Board:
     def verdict(self, error: BaseException, clock: Clock) -> RankError:
         """Why a transfer failed: who failed or was lost, as soon as that is known.
 
-        Waits for reports until the call's time is up, and a second more where it is up already.
+        Waits for reports until the call's time is up, and a second more.
         """
         self._report({"lost": []})
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        end = time.monotonic() + max(clock.left.total_seconds(), _AGREEMENT)
-        silent = others
-        while silent:
-            silent = []
-            for rank in others:
-                report = self._read(f"{self._round}/down/{rank}")
+        answered = {self.rank}
+        end = time.monotonic() + clock.left.total_seconds() + _AGREEMENT
+        try:
+            while len(answered) < self.size and time.monotonic() < end:
+                for rank in sorted(set(range(self.size)) - answered):
+                    report = self._read(rank)
+                    if report and "failed" in report:
+                        return RankError(f"{self.name(rank)} failed: {report['failed']}")
+                    if report and report["lost"]:
+                        return self._lost(report["lost"], clock, "go on")
+                    # A rank that waits for others itself may yet find out whom.
+                    if report or self._is_past(rank):
+                        answered.add(rank)
+                time.sleep(_POLL)
+            for rank in range(self.size):
+                report = self._read(rank)
                 if report and "failed" in report:
                     return RankError(f"{self.name(rank)} failed: {report['failed']}")
-                if report and report["lost"]:
-                    return self._lost(report["lost"], clock, "go on")
-                if not report and not self._is_past(rank):
-                    silent.append(rank)
-            if time.monotonic() > end:
-                break
-            time.sleep(_POLL)
+        except RuntimeError as gone:
+            if 0 not in answered:
+                return self._unreachable(gone)
+        silent = sorted(set(range(self.size)) - answered)
         if silent:
             return self._lost(silent, clock, "go on")
         return RankError(
             f"a transfer between ranks failed, though all of them answer: {_text(error)}"
         )
 
+    def _unheard(self, keys: list[str], clock: Clock) -> RankError:
+        """Who said nothing, when the time is up."""
+        try:
+            silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError as gone:
+            return self._unreachable(gone)
+        return self._lost(silent, clock, "begin the call")
+
     def _lost(self, ranks: list[int], clock: Clock, doing: str) -> RankError:
         self._report({"lost": ranks})
-        if not ranks:
-            return RankError("the store of the process group did not answer in time")
+        time.sleep(_LINGER)  # this process may hold the store, and end
         return RankError(
             f"{self.names(ranks)} did not {doing} within {clock.timeout:g} s: killed, hanging, or "
             "in other code than the rest of the group. Every rank of the group must make the same "
@@ -244,8 +256,8 @@ class Board:
 
     def _unreachable(self, error: BaseException) -> RankError:
         return RankError(
-            "the store of the process group, which its first rank or torchrun holds, cannot be "
-            f"reached: {_text(error)}"
+            f"{self.name(0)} is gone, most likely: the store of the process group, which it or "
+            f"torchrun holds, cannot be reached: {_text(error)}"
         )
 
     def _report(self, report: dict[str, Any]) -> None:
@@ -254,25 +266,17 @@ class Board:
         except RuntimeError:
             return  # nobody is there to read it
 
-    def _read(self, key: str) -> dict[str, Any] | None:
-        try:
-            if not self._store.check([key]):
-                return None
-            report: dict[str, Any] = json.loads(self._store.get(key))
-        except RuntimeError:
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        key = f"{self._round}/down/{rank}"
+        if not self._store.check([key]):
             return None
+        report: dict[str, Any] = json.loads(self._store.get(key))
         return report
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            return False
 
     def _is_past(self, rank: int) -> bool:
         """Whether a rank is through this round."""
         key = f"at/{rank}"
-        if not self._is_there(key):
+        if not self._store.check([key]):
             return False
         number, _, done = self._store.get(key).decode().partition(" ")
         return int(number) > self._round or (int(number) == self._round and bool(done))

@@ -1,7 +1,9 @@
-"""One rank of a test: ``python -m tests.parallel.ranks FOLDER NAME``, in torch's environment.
+"""All ranks of all tests: ``python -m tests.parallel.ranks FOLDER``.
 
-It runs the jobs of that name one after the other in one process group and writes what it found to
-``FOLDER/RANK.pkl``: by job, ``("done", result)`` or ``("failed", error's type, text, seconds)``.
+One process loads torch and forks the ranks of one group after the other, as torchrun would start
+them. They run the group's jobs in one process group, and write what they found to
+``FOLDER/GROUP-RANK.pkl``: by job, ``("done", result)`` or ``("failed", error's type, text,
+seconds)``.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -166,15 +170,15 @@ def plan_and_wrong_run(rank: int) -> Any:
     return plan.run(q[:, :, :1] if rank == 1 else q, k, v)
 
 
-def killed(scheme: Any, when: int) -> Job:
-    """Rank 2 is killed, before it has sent anything or at a later request."""
+def killed(scheme: Any, when: int, victim: int) -> Job:
+    """A rank is killed, before it has sent anything or at a later request."""
 
     def job(rank: int) -> Any:
-        case = Case("kill", (16, 16, 16, 16), density=1.0)
-        q, k, v = tensors(case, rank)
-        mask = BlockMask.from_dense(np.ones((4, 4), bool), (16, 16))
-        plan = parallel.make_plan(mask, q, k, v, scheme=scheme, timeout=3)
-        if rank == 2:
+        size = dist.get_world_size()
+        q = torch.ones(1, 4, 16, DIM)
+        mask = BlockMask.from_dense(np.ones((size, size), bool), (16, 16))
+        plan = parallel.make_plan(mask, q, scheme=scheme, timeout=2)
+        if rank == victim:
             from tessera_cupy.parallel import transfers
 
             serve, count = transfers._serve, 0
@@ -187,7 +191,7 @@ def killed(scheme: Any, when: int) -> Job:
                 return serve(*given)
 
             transfers._serve = dying
-        return plan.run(q, k, v)
+        return plan.run(q, q, q)
 
     return job
 
@@ -200,45 +204,80 @@ def late(rank: int) -> Any:
     return call(rank, timeout=lambda _: 1.5)
 
 
-def jobs(name: str) -> dict[str, Job]:
-    """The jobs of a name."""
-    if name in ("two", "four"):
-        made = {
-            f"{case.name}, {scheme}": run_case(case, scheme)
-            for case in (TWO if name == "two" else FOUR)
-            for scheme in case.schemes
-        }
-        if name == "two":
-            return {**made, "auto": auto, "keeps heads": keeps_heads, **BAD}
-        return {**made, "plan twice": plan_twice, "subgroup": subgroup}
+def of_cases(cases: Iterable[Case]) -> dict[str, Job]:
     return {
-        "failing": {"failing": failing_kernel},
-        "wrong-run": {"wrong-run": plan_and_wrong_run},
-        "late": {"late": late},
-        "killed-ulysses": {"killed-ulysses": killed("ulysses", 0)},
-        "killed-back": {"killed-back": killed("ulysses", 1)},
-        "killed-ring": {"killed-ring": killed("ring", 2)},
-        "killed-hybrid": {"killed-hybrid": killed((2, 2), 1)},
-    }[name]
+        f"{case.name}, {scheme}": run_case(case, scheme)
+        for case in cases
+        for scheme in case.schemes
+    }
 
 
-def main() -> None:
-    folder, name = Path(sys.argv[1]), sys.argv[2]
+#: By name of a group, how many ranks it has and what they do; a failure is the end of a group.
+GROUPS: dict[str, tuple[int, dict[str, Job]]] = {
+    "two": (2, {**of_cases(TWO), "auto": auto, "keeps heads": keeps_heads, **BAD}),
+    "four": (4, {**of_cases(FOUR), "plan twice": plan_twice, "subgroup": subgroup}),
+    "failing": (2, {"": failing_kernel}),
+    "wrong-run": (2, {"": plan_and_wrong_run}),
+    "late": (2, {"": late}),
+    "killed-ulysses": (4, {"": killed("ulysses", 0, 2)}),
+    "killed-back": (3, {"": killed("ulysses", 1, 2)}),
+    "killed-ring": (4, {"": killed("ring", 2, 2)}),
+    "killed-hybrid": (4, {"": killed((2, 2), 1, 2)}),
+    "killed-first": (2, {"": killed("ulysses", 0, 0)}),
+}
+
+
+def run_rank(folder: Path, name: str, rank: int) -> None:
+    """What one process does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank = dist.get_rank()
     found: dict[str, Any] = {}
-    for job, work in jobs(name).items():
+    for job, work in GROUPS[name][1].items():
         begin = time.monotonic()
         try:
             found[job] = ("done", work(rank))
         except Exception as error:
             seconds = time.monotonic() - begin
             found[job] = ("failed", type(error).__name__, str(error), seconds)
-    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(found))
+    (folder / f"{name}-{rank}.pkl").write_bytes(pickle.dumps(found))
     if len(found) > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def fork_ranks(folder: Path, name: str) -> None:
+    """Run a group to its end."""
+    size = GROUPS[name][0]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(size))
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            try:
+                run_rank(folder, name, rank)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def main() -> None:
+    for name in GROUPS:
+        begin = time.monotonic()
+        fork_ranks(Path(sys.argv[1]), name)
+        print(f"{name}: {time.monotonic() - begin:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":
