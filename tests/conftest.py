@@ -1,4 +1,4 @@
-"""Set-up that every test shares: markers of what is not here, hypothesis, a cache of the run's own."""
+"""Set-up that every test shares: what is not here, hypothesis, a cache of the run's own."""
 
 from __future__ import annotations
 

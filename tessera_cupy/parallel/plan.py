@@ -298,7 +298,7 @@ def _plan_of(
     ]
     arch = get_arch(mine["arch"] or HOST_ARCH)
     on_gpu = not isinstance(q, ArraySpec) and not interop.on_host(q)
-    make_request(mask, *whole, None, layout="BHSD", arch=arch, on_gpu=on_gpu)
+    make_request(mask, whole[0], whole[1], None, layout="BHSD", arch=arch, on_gpu=on_gpu)
     degrees = checked_scheme(options.scheme, board.size)
     old: Deal | None = None
     if before is not None:

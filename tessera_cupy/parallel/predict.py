@@ -186,10 +186,8 @@ def predict(
     rate = ms_per_pair(mask, q, k, work, device)
     copies = q.shape[0] // mask.batch
     schemes = [degrees] if degrees is not None else every(count)
-    if all(one.ring_degree == 1 for one in schemes):
-        of_ranks = None
-    else:
-        of_ranks = pair_work(mask, *shards)
+    rings = any(one.ring_degree > 1 for one in schemes)
+    of_ranks = pair_work(mask, *shards) if rings else None
     found = []
     for one in schemes:
         dealt = deal(work, one.ulysses_degree, shared=q_heads // kv_heads)

@@ -25,7 +25,7 @@ from tessera_cupy.parallel.shards import place, tokens_of
 
 @dataclass(frozen=True)
 class Swap:
-    """An all-to-all: rank ``r`` gets ``parts[r]``, (rows, head dim), and gives ``sizes[r]`` rows."""
+    """An all-to-all: rank ``r`` gets ``parts[r]``, (rows, dim), and gives ``sizes[r]`` rows."""
 
     parts: list[Any]
     sizes: list[int]
@@ -33,7 +33,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Move:
-    """Arrays that begin to move while the rank computes, by the rank that they go to or are from."""
+    """Arrays that begin to move while the rank computes, by the rank at their other end."""
 
     sends: dict[int, Any]
     receives: dict[int, Any]
@@ -142,7 +142,7 @@ def _with_text(schedule: Schedule, rank: int, own: Any, k: Any, v: Any) -> Any:
     shards = schedule.kv
     if not shards.text:
         return own
-    group, here = schedule.place(rank)
+    here = schedule.place(rank)[1]
     at = place(shards.text_span, shards.keys(rank, rank + 1, text=True))
     chosen = list(schedule.deal.kv[here])
     xp = namespace(k)
@@ -159,7 +159,6 @@ def _ring(
     if steps == 1:
         found = compute(q, present[0], present[1], 0, False)
         return _zeros(q) if found is None else found[0]
-    xp = namespace(q)
     out = float32(_zeros(q))
     lse = out[..., 0] - float("inf")
     needs = schedule.needs[here]
@@ -198,7 +197,7 @@ def _scatter(
     if u == 1 and not shards.text:
         result = heads_first(out, layout)
         return result.contiguous() if hasattr(result, "contiguous") else result
-    group, here = schedule.place(rank)
+    group = schedule.place(rank)[0]
     mine, batch, dim = schedule.rows(group), out.shape[0], out.shape[3]
     groups = map(schedule.members, range(schedule.degrees.ring_degree))
     text = [shards.text_parts(members.start, members.stop) for members in groups]

@@ -168,11 +168,11 @@ def make_schedule(
             raise ValueError(wrong(name, expected, got, "build the mask for the whole sequence"))
     work = head_work(mask, q_heads)
     shared = q_heads // kv_heads
-    u, r = degrees
-    if old is not None and (len(old.q), old.shared) == (u, shared):
+    places = degrees.ulysses_degree
+    if old is not None and (len(old.q), old.shared) == (places, shared):
         dealt = deal_again(work, old, most_heads=most_heads)
     else:
-        dealt = deal(work, u, shared=shared, most_heads=most_heads)
+        dealt = deal(work, places, shared=shared, most_heads=most_heads)
     return Schedule(mask, degrees, q, kv, dealt, group_pairs(mask, degrees, q, kv, dealt))
 
 
