@@ -58,6 +58,7 @@ class Scheme:
         loads: (N,) pairs of tokens that each rank computes, over the batch.
         sent: (N,) bytes that each rank sends.
         compute_ms: (N,) milliseconds that each rank computes.
+        swap_ms: milliseconds of the exchanges of Ulysses, half of it before and half after.
         rank_ms: (N,) milliseconds until each rank's output is there, if none waited for others
             but in an exchange.
         ms: milliseconds until all ranks are through.
@@ -67,6 +68,7 @@ class Scheme:
     loads: _Floats = field(repr=False)
     sent: _Floats = field(repr=False)
     compute_ms: _Floats = field(repr=False)
+    swap_ms: float
     rank_ms: _Floats = field(repr=False)
     ms: float
 
@@ -236,11 +238,10 @@ def _scheme(
     swapped, ringed = schedule.sent.T * row_bytes
     pairs = schedule.pairs * copies
     compute = pairs.sum(axis=2) * rate + LAUNCH_MS * (pairs > 0).sum(axis=2)
-    swap_ms = np.zeros((u, r))
+    swap_ms = 0.0
     if u > 1 or schedule.q.text:
         link = network.link(u if not schedule.q.text else u * r)
-        begin = 2 * LATENCY_MS
-        swap_ms[:] = begin + link.ms(float(swapped.max(initial=0)))
+        swap_ms = 2 * LATENCY_MS + link.ms(float(swapped.max(initial=0)))
     ring = _ring_ms(schedule, pairs * rate, row_bytes, q, gpu, network) if r > 1 else compute
     rank_ms = (ring + swap_ms).T.ravel()
     return Scheme(
@@ -248,6 +249,7 @@ def _scheme(
         schedule.loads() * copies,
         swapped + ringed,
         compute.T.ravel(),
+        swap_ms,
         rank_ms,
         float(rank_ms.max()),
     )
