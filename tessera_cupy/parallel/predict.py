@@ -34,11 +34,11 @@ from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.parallel.degrees import Degrees, checked_scheme, every
 from tessera_cupy.parallel.heads import balance, deal, head_work
 from tessera_cupy.parallel.network import LATENCY_MS, Network, usual_network
-from tessera_cupy.parallel.schedule import Schedule, pairs_of_places
+from tessera_cupy.parallel.schedule import Schedule, check_shards, pairs_of_places
 from tessera_cupy.parallel.shards import Shards, even_lengths, tokens_of
 from tessera_cupy.parallel.submask import cut
 from tessera_cupy.parallel.work import pair_work
-from tessera_cupy.request import ArraySpec
+from tessera_cupy.request import ArraySpec, make_request
 
 #: Most ranks that are looked at.
 MOST_RANKS = 4096
@@ -57,10 +57,11 @@ class Scheme:
         schedule: who computes and sends what.
         loads: (N,) pairs of tokens that each rank computes, over the batch.
         sent: (N,) bytes that each rank sends.
-        compute_ms: (N,) milliseconds that each rank computes.
+        compute_ms: (N,) milliseconds that each rank computes, merging included.
+        wait_ms: (N,) milliseconds of these that a rank waits for keys of the ring.
         swap_ms: milliseconds of the exchanges of Ulysses, half of it before and half after.
-        rank_ms: (N,) milliseconds until each rank's output is there, if none waited for others
-            but in an exchange.
+        rank_ms: (N,) milliseconds until each rank's output is there; the exchange back begins
+            when the last rank that takes part in it has computed.
         ms: milliseconds until all ranks are through.
     """
 
@@ -68,6 +69,7 @@ class Scheme:
     loads: _Floats = field(repr=False)
     sent: _Floats = field(repr=False)
     compute_ms: _Floats = field(repr=False)
+    wait_ms: _Floats = field(repr=False)
     swap_ms: float
     rank_ms: _Floats = field(repr=False)
     ms: float
@@ -179,7 +181,9 @@ def predict(
     if shards is None:
         lengths = [even_lengths(tokens, count) for tokens in mask.shape]
         shards = Shards(lengths[0]), Shards(lengths[1])
+    check_shards(mask, *shards)
     device = find_gpu(gpu)
+    make_request(mask, q, k, None, layout="BHSD", arch=device.limits, on_gpu=False)
     net = usual_network(gpu, per_host) if network is None else network
     degrees = checked_scheme(scheme, count)
     q_heads = q.shape[1]
@@ -242,13 +246,21 @@ def _scheme(
     if u > 1 or schedule.q.text:
         link = network.link(u if not schedule.q.text else u * r)
         swap_ms = 2 * LATENCY_MS + link.ms(float(swapped.max(initial=0)))
-    ring = _ring_ms(schedule, pairs * rate, row_bytes, q, gpu, network) if r > 1 else compute
-    rank_ms = (ring + swap_ms).T.ravel()
+    wait = np.zeros((u, r))
+    if r > 1:
+        compute, wait = _ring_ms(schedule, pairs * rate, row_bytes, q, gpu, network)
+    ready = compute + wait
+    if schedule.q.text:
+        ready[:] = ready.max()
+    elif u > 1:
+        ready[:] = ready.max(axis=0)
+    rank_ms = (ready + swap_ms).T.ravel()
     return Scheme(
         schedule,
         schedule.loads() * copies,
         swapped + ringed,
         compute.T.ravel(),
+        wait.T.ravel(),
         swap_ms,
         rank_ms,
         float(rank_ms.max()),
@@ -262,8 +274,8 @@ def _ring_ms(
     q: ArraySpec,
     gpu: Gpu,
     network: Network,
-) -> _Floats:
-    """(u, r) milliseconds of the ring's steps, each the longer of computing and moving."""
+) -> tuple[_Floats, _Floats]:
+    """(u, r) milliseconds that the ring's steps compute, and that they wait for keys to come."""
     u, r = schedule.degrees
     keys = np.array([tokens_of(schedule.keys(group, text=False)) for group in range(r)])
     rows = np.array([tokens_of(schedule.rows(group)) for group in range(r)])
@@ -281,5 +293,5 @@ def _ring_ms(
     moved[:, :, :r] = np.where(needed & (step > 0), each + LATENCY_MS, 0)
     by_step = step_ms[:, group, source]
     computed = np.where(by_step > 0, by_step + LAUNCH_MS + merged[..., None], 0)
-    total: _Floats = np.maximum(computed, moved[:, :, 1:]).sum(axis=2)
-    return total
+    waits = (moved[:, :, 1:] - computed).clip(0)
+    return computed.sum(axis=2), waits.sum(axis=2)

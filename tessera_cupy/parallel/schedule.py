@@ -161,11 +161,7 @@ def make_schedule(
     Raises:
         ValueError: the shards are not the mask's sequence, or too small a bound.
     """
-    for name, shards, tokens in (("q", q, mask.shape[0]), ("k", kv, mask.shape[1])):
-        if shards.total != tokens:
-            expected = f"shards with the mask's {tokens} tokens in all"
-            got = f"{shards.total}: {_listed(shards.lengths)} and {shards.text} of text"
-            raise ValueError(wrong(name, expected, got, "build the mask for the whole sequence"))
+    check_shards(mask, q, kv)
     work = head_work(mask, q_heads)
     shared = q_heads // kv_heads
     places = degrees.ulysses_degree
@@ -174,6 +170,19 @@ def make_schedule(
     else:
         dealt = deal(work, places, shared=shared, most_heads=most_heads)
     return Schedule(mask, degrees, q, kv, dealt, group_pairs(mask, degrees, q, kv, dealt))
+
+
+def check_shards(mask: BlockMask, q: Shards, kv: Shards) -> None:
+    """Refuse shards of other sequences than the mask's.
+
+    Raises:
+        ValueError: the message has the lengths.
+    """
+    for name, shards, tokens in (("q", q, mask.shape[0]), ("k", kv, mask.shape[1])):
+        if shards.total != tokens:
+            expected = f"shards with the mask's {tokens} tokens in all"
+            got = f"{shards.total}: {_listed(shards.lengths)} and {shards.text} of text"
+            raise ValueError(wrong(name, expected, got, "build the mask for the whole sequence"))
 
 
 def group_pairs(

@@ -19,9 +19,10 @@ _Floats = NDArray[np.float64]
 def draw_parallel(ax: Axes, forecast: Forecast, scheme: Scheme | None = None) -> None:
     """Draw what is predicted of one scheme: a line a rank, over milliseconds.
 
-    A rank exchanges heads, computes, and exchanges them back; what of a ring's transfers does not
-    fit behind its computing comes after it. What is hatched with thin lines is idle, until the
-    last rank is through. The dashed line is where computing would end if it were spread evenly.
+    A rank exchanges heads, computes, and exchanges them back when the others have computed; what of
+    a ring's transfers does not fit behind computing is drawn after it. What is hatched in grey is
+    idle, until the last rank is through. The dashed line is where computing would end if it were
+    spread evenly.
 
     Args:
         ax: where to draw.
@@ -43,15 +44,20 @@ def draw_parallel(ax: Axes, forecast: Forecast, scheme: Scheme | None = None) ->
     one = forecast.best if scheme is None else scheme
     ranks = len(one.loads)
     half = np.full(ranks, one.swap_ms / 2)
-    exposed = one.rank_ms - one.swap_ms - one.compute_ms
-    ends = np.cumsum([half, one.compute_ms, exposed.clip(0), half], axis=0)
-    starts = ends - [half, one.compute_ms, exposed.clip(0), half]
+    computed = half + one.compute_ms
+    ready, back = computed + one.wait_ms, one.rank_ms - half
     computes: dict[str, Any] = {"facecolor": style.STEP_COLOURS[1]}
     swaps: dict[str, Any] = {"facecolor": style.KINDS[0][0]}
     moves: dict[str, Any] = {"facecolor": style.KINDS[1][0], "hatch": style.KINDS[1][1]}
-    for phase, look in enumerate((swaps, computes, moves, swaps)):
-        _bars(ax, starts[phase], ends[phase], edgecolor=style.INK, linewidth=0.0, **look)
-    _bars(ax, ends[-1], np.full(ranks, one.ms), **style.WASTE)
+    for begin, end, look in (
+        (np.zeros(ranks), half, swaps),
+        (half, computed, computes),
+        (computed, ready, moves),
+        (back, one.rank_ms, swaps),
+    ):
+        _bars(ax, begin, end, edgecolor=style.INK, linewidth=0.0, **look)
+    _bars(ax, ready, back, **style.WASTE)
+    _bars(ax, one.rank_ms, np.full(ranks, one.ms), **style.WASTE)
     mean = one.swap_ms / 2 + float(one.compute_ms.mean())
     ax.axvline(mean, color=style.INK, linewidth=1.5, linestyle="--")
     ax.set_xlim(0, one.ms or 1.0)
@@ -68,7 +74,7 @@ def draw_parallel(ax: Axes, forecast: Forecast, scheme: Scheme | None = None) ->
     handles: list[Any] = [Patch(edgecolor=style.INK, label="computes", **computes)]
     if one.swap_ms:
         handles.append(Patch(edgecolor=style.INK, label="exchanges heads", **swaps))
-    if exposed.max(initial=0) > 0:
+    if one.wait_ms.max(initial=0) > 0:
         handles.append(Patch(edgecolor=style.INK, label="waits for keys", **moves))
     handles += [
         Patch(label="idle", **style.WASTE),
