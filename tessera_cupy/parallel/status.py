@@ -131,6 +131,11 @@ class Board:
     def __init__(self, group: Any) -> None:
         """Use :func:`board_of`."""
         dist = distributed()
+        if not hasattr(group, "get_group_store"):
+            raise MissingExtraError(
+                "Ranks tell each other of errors through ProcessGroup.get_group_store, which this "
+                "torch lacks. Fix: pip install -U torch (the extra `parallel`)."
+            )
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)

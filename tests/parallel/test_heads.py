@@ -26,8 +26,8 @@ def test_the_bound_holds_where_work_alone_would_say_otherwise() -> None:
 
 
 def test_swaps_mend_what_longest_first_gets_wrong() -> None:
-    # Longest first: 5 + 3 + 2 = 10 beside 4 + 3 = 7 where three fit; best is 9 and 8.
-    work = [5, 4, 3, 3, 2]
+    # Longest first: 5 + 3 = 8 beside 4 + 3 + 3 = 10; best is 5 + 4 beside 3 + 3 + 3.
+    work = [5, 4, 3, 3, 3]
     best = min(
         max(sum(work[i] for i in chosen), sum(work) - sum(work[i] for i in chosen))
         for chosen in itertools.combinations(range(5), 3)

@@ -65,6 +65,8 @@ def test_uneven_heads_cost_ulysses_what_they_weigh() -> None:
     mask = BlockMask.from_dense(keep, (128, 128))
     one = predict(mask, SPEC, ranks=2, scheme="ulysses").best
     assert one.balance == pytest.approx((256 + 16) / ((256 + 48) / 2))
+    assert one.compute_ms[0] > one.compute_ms[1]
+    assert one.rank_ms.tolist() == [one.ms] * 2  # the exchange back waits for the busiest
     assert predict(mask, SPEC, ranks=2, scheme="ring").best.balance == 1
 
 
