@@ -102,8 +102,7 @@ def balance_sheet(found: dict[str, Any]) -> Sheet:
         columns,
         rows,
         [
-            f"Masks regenerated from {found['clip']}.mp4, a layer, on small grids: "
-            f"{', '.join(grids)}",
+            f"Masks regenerated from {found['clip']}.mp4, on small grids: {', '.join(grids)}",
         ],
         frozenset({"mask"}),
     )
