@@ -12,23 +12,28 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.cuda$(CUDA)-installed
+# An environment of its own, since torch is large: it is made where tests of ranks are asked for.
+TORCH ?= torch==2.13.0
+PARALLEL := .venv-parallel
+PARALLEL_STAMP := $(PARALLEL)/.installed
 CUDA_SOURCES = $(shell find kernels_cu tests/emulator -name '*.cu' -o -name '*.cuh' -o -name '*.[ch]pp')
 
 ifeq ($(filter $(CUDA),12 13),)
 $(error CUDA=$(CUDA): expected 12 or 13)
 endif
 
-.PHONY: help venv demo test test-all check format docs clean
+.PHONY: help venv demo test test-all test-parallel check format docs clean
 
 help:
 	@echo "make demo      attention on real video frames under a real mask; writes demo.png"
 	@echo "make test      the tests; those for a GPU run where there is one (ARGS=... for pytest)"
 	@echo "make test-all  the same, and the whole kernel catalog compiled for every architecture"
+	@echo "make test-parallel  the tests of several ranks, on the CPU, in an environment with torch"
 	@echo "make check     formatting, lint and types"
 	@echo "make docs      the documentation, in site/, and whether it needs the network"
 	@echo "make format    let the formatters rewrite the sources"
 	@echo "make venv      create .venv and install everything (the others do this when needed)"
-	@echo "make clean     remove what these commands wrote, except .venv"
+	@echo "make clean     remove what these commands wrote, except the environments"
 
 venv: $(STAMP)
 
@@ -55,6 +60,16 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "" $(ARGS)
 
+$(PARALLEL_STAMP): pyproject.toml
+	@if [ ! -x $(PARALLEL)/bin/python ]; then $(PYTHON) -m venv --clear $(PARALLEL); fi
+	@echo "Installing tessera-cupy and $(TORCH) in $(PARALLEL)"
+	@$(PARALLEL)/bin/python -m pip install --disable-pip-version-check -e '.[parallel]' '$(TORCH)' \
+	  'hypothesis>=6.100' 'pytest>=8.0' 'pytest-timeout>=2.3'
+	@touch $@
+
+test-parallel: $(PARALLEL_STAMP)
+	$(PARALLEL)/bin/python -m pytest -m parallel tests/parallel $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -73,4 +88,4 @@ docs: $(STAMP)
 
 clean:
 	rm -rf build dist site demo.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path './$(VENV)*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

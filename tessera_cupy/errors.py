@@ -40,6 +40,10 @@ class PlanOverflowError(TesseraError, RuntimeError):
     """A plan that a GPU made needed more room than it had; its output is NaN. Run it again."""
 
 
+class RankError(TesseraError, RuntimeError):
+    """Another rank of a process group failed, or did not answer in time; the message names it."""
+
+
 class TableError(TesseraError, ValueError):
     """A profile table is wrong; the message names file, line and field."""
 

@@ -1,7 +1,8 @@
-"""Set-up that every test shares: the GPU marker, hypothesis profiles, a cache of the run's own."""
+"""Set-up that every test shares: what is not here, hypothesis, a cache of the run's own."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from functools import cache
 from pathlib import Path
@@ -17,8 +18,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from tessera_cupy import NoGpuError
 from tessera_cupy.interop import import_cupy
 
-_COUNT = pytest.StashKey[int]()
-_REASON = pytest.StashKey[str]()
+#: By marker, how many tests were left out, and why.
+_LEFT_OUT = pytest.StashKey[dict[str, tuple[int, str]]]()
 
 # A shared 2-core machine stalls at times, so no example has a deadline. CI draws the same
 # examples each time: a push fails because of its own change or not at all.
@@ -37,36 +38,45 @@ def gpu_problem() -> str | None:
     return None
 
 
+def torch_problem() -> str | None:
+    """Why torch.distributed cannot be used, or None."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed. Run `make test-parallel`, which has an environment with it."
+    return None
+
+
+#: What a marked test needs.
+_PROBLEMS = {"gpu": gpu_problem, "parallel": torch_problem}
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that only what they ask for is counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that need a GPU where there is none, and keep their count."""
-    needing = [item for item in items if item.get_closest_marker("gpu")]
-    reason = gpu_problem() if needing else None
-    if reason is None:
-        return
-    config.hook.pytest_deselected(items=needing)
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    config.stash[_COUNT] = len(needing)
-    config.stash[_REASON] = reason
+    """Deselect the tests that need what is not here, and keep their count."""
+    left_out = config.stash.setdefault(_LEFT_OUT, {})
+    for marker, problem in _PROBLEMS.items():
+        needing = [item for item in items if item.get_closest_marker(marker)]
+        reason = problem() if needing else None
+        if reason is None:
+            continue
+        config.hook.pytest_deselected(items=needing)
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
+        left_out[marker] = len(needing), reason
     # Workers of pytest-xdist collect, and only the process that started them reports.
     if hasattr(config, "workeroutput"):
-        config.workeroutput["tessera_gpu"] = (len(needing), reason)
+        config.workeroutput["tessera_left_out"] = left_out
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Take over what a worker deselected; every worker deselects the same tests."""
-    count, reason = getattr(node, "workeroutput", {}).get("tessera_gpu", (0, ""))
-    if count:
-        node.config.stash[_COUNT] = count
-        node.config.stash[_REASON] = reason
+    left_out = getattr(node, "workeroutput", {}).get("tessera_left_out", {})
+    node.config.stash.setdefault(_LEFT_OUT, {}).update(left_out)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say how many tests the missing GPU cost, so that a green run cannot hide it."""
-    count = config.stash.get(_COUNT, 0)
-    if count:
-        terminalreporter.write_line(f"{count} gpu tests not run. {config.stash[_REASON]}")
+    """Say how many tests were left out, so that a green run cannot hide it."""
+    for marker, (count, reason) in config.stash.get(_LEFT_OUT, {}).items():
+        terminalreporter.write_line(f"{count} {marker} tests not run. {reason}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import tessera_cupy
-from tessera_cupy import cli, reference, sparsifiers
+from tessera_cupy import cli, parallel, reference, sparsifiers
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -151,7 +151,7 @@ def test_commands_are_known(name: str, capsys: pytest.CaptureFixture[str]) -> No
             for extra in (one for given in extras for one in given.split(",")):
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE), line
         else:
-            assert program in ("export",), line
+            assert program in ("export", "torchrun"), line
 
 
 def slugs(path: Path) -> set[str]:
@@ -180,7 +180,7 @@ def test_links_and_anchors_resolve(name: str) -> None:
 def test_the_reference_has_all_that_is_public() -> None:
     pages = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     shown = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
-    for package in (tessera_cupy, reference, sparsifiers):
+    for package in (tessera_cupy, parallel, reference, sparsifiers):
         for name in package.__all__:
             home = getattr(getattr(package, name), "__module__", None)
             assert {f"{package.__name__}.{name}", home} & shown, name

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 from tessera_cupy import __version__
-from tessera_cupy.cli import bench, cache, demo, env, explore, plan, plans, profile
+from tessera_cupy.cli import bench, cache, demo, env, explore, parallel, plan, plans, profile
 from tessera_cupy.cli.output import Output
 from tessera_cupy.errors import TesseraError
 
@@ -61,6 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (env, demo, explore, plan, plans, cache, bench, profile):
+    for command in (env, demo, explore, plan, plans, parallel, cache, bench, profile):
         command.add_to(commands)
     return parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -57,10 +57,10 @@ def add_to(commands: Commands) -> None:
         help="tokens of q and k (default: whole blocks)",
     )
     parser.add_argument(
-        "--heads-q", type=_count, metavar="N", help="query heads (default: those of the mask)"
+        "--heads-q", type=positive, metavar="N", help="query heads (default: those of the mask)"
     )
     parser.add_argument(
-        "--heads-kv", type=_count, metavar="N", help="KV heads (default: as many as query heads)"
+        "--heads-kv", type=positive, metavar="N", help="KV heads (default: as many as query heads)"
     )
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
@@ -81,7 +81,8 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-def _count(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of at least 1, as an option's type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
     return int(text)
@@ -94,8 +95,8 @@ def _run(args: argparse.Namespace, output: Output) -> int:
     from tessera_cupy.masks.key_slices import block_mask
     from tessera_cupy.request import ArraySpec
 
-    array = _load(args.mask)
-    with _options_named():
+    array = load_mask(args.mask)
+    with named_options(_OPTIONS):
         arch = get_arch(args.arch or _arch_here() or HOST_ARCH)
         given: BlockMask | KeySlices
         if args.block[1] == 1:
@@ -116,12 +117,16 @@ def _run(args: argparse.Namespace, output: Output) -> int:
 
 
 @contextmanager
-def _options_named() -> Iterator[None]:
-    """Errors name the command's option in place of the argument of the Python call."""
+def named_options(options: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the command's option in place of the argument of the Python call.
+
+    Args:
+        options: by the argument's name, the option.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:
-        text = re.sub(r"^`(\w+)`", lambda m: f"`{_OPTIONS.get(m[1], m[1])}`", str(error))
+        text = re.sub(r"^`(\w+)`", lambda m: f"`{options.get(m[1], m[1])}`", str(error))
         raise type(error)(text) from error
 
 
@@ -156,7 +161,7 @@ def _arch_here() -> str | None:
     return arch_for(device.capability, device.name).name
 
 
-def _load(path: Path) -> NDArray[Any]:
+def load_mask(path: Path) -> NDArray[Any]:
     """Read a mask; never a pickle, which could run code."""
     try:
         with path.open("rb") as file:

@@ -11,6 +11,7 @@ from tessera_cupy.viz.grid import draw_grid
 from tessera_cupy.viz.heads import HeadFigures, draw_heads, head_figures
 from tessera_cupy.viz.mask import draw_mask
 from tessera_cupy.viz.page import mask_to_tiles
+from tessera_cupy.viz.parallel import draw_parallel
 from tessera_cupy.viz.profile import draw_profile
 from tessera_cupy.viz.slices import Columns, columns_of, draw_columns, draw_gather, draw_slices
 from tessera_cupy.viz.style import STEP_COLOURS
@@ -34,6 +35,7 @@ __all__ = [
     "draw_grid",
     "draw_heads",
     "draw_mask",
+    "draw_parallel",
     "draw_profile",
     "draw_slices",
     "draw_steps",

@@ -1,0 +1,84 @@
+"""Drives a rank's program with the collectives and the sends of torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from tessera_cupy.parallel.arrays import empty, rows
+from tessera_cupy.parallel.program import Move, Swap, Wait
+from tessera_cupy.parallel.status import Clock, distributed
+
+
+class TransferError(Exception):
+    """A transfer failed, for the cause that is given; who is to blame is not known here."""
+
+
+def drive(program: Generator[Swap | Move | Wait, Any, Any], group: Any, clock: Clock) -> Any:
+    """Run a rank's program to its end.
+
+    Tensors in host memory are waited for, as long as the call has time. On a GPU the current stream
+    waits in place of the host, and the group's own time-out counts.
+
+    Args:
+        program: of :func:`tessera_cupy.parallel.program.attend`.
+        group: the process group.
+        clock: the time that the call has.
+
+    Returns:
+        What the program returns.
+
+    Raises:
+        TransferError: a transfer failed.
+    """
+    answer: Any = None
+    while True:
+        try:
+            request = program.send(answer)
+        except StopIteration as end:
+            return end.value
+        try:
+            answer = _serve(request, group, clock)
+        except RuntimeError as error:
+            program.close()
+            raise TransferError(str(error)) from error
+
+
+def _serve(request: Swap | Move | Wait, group: Any, clock: Clock) -> Any:
+    if isinstance(request, Swap):
+        return _swap(request, group, clock)
+    if isinstance(request, Move):
+        return _begin(request, group)
+    tensors, works = request.begun
+    for work in works:
+        _wait(work, tensors[0], clock)
+    return None
+
+
+def _swap(request: Swap, group: Any, clock: Clock) -> Any:
+    sizes = [len(part) for part in request.parts]
+    send = rows(request.parts, request.parts[0])
+    received = empty(send, sum(request.sizes), send.shape[1])
+    work = distributed().all_to_all_single(
+        received, send, request.sizes, sizes, group=group, async_op=True
+    )
+    _wait(work, send, clock)
+    return received.split(request.sizes)
+
+
+def _begin(request: Move, group: Any) -> tuple[list[Any], list[Any]]:
+    dist = distributed()
+    moves = [
+        dist.P2POp(move, array, group=group, group_peer=rank)
+        for move, arrays in ((dist.isend, request.sends), (dist.irecv, request.receives))
+        for rank, array in arrays.items()
+    ]
+    tensors = [*request.sends.values(), *request.receives.values()]
+    return tensors, dist.batch_isend_irecv(moves) if moves else []
+
+
+def _wait(work: Any, tensor: Any, clock: Clock) -> None:
+    if tensor.device.type == "cpu":
+        work.wait(clock.left)
+    else:
+        work.wait()
