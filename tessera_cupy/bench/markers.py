@@ -72,7 +72,7 @@ def check(path: Path, names: Collection[str]) -> None:
         OSError: it cannot be read.
         ValueError: it has no such place, or its markers are not paired.
     """
-    _places(path, path.read_bytes().decode(), names)
+    _places(path, _text(path), names)
 
 
 def replace(path: Path, tables: Mapping[str, str]) -> None:
@@ -87,7 +87,7 @@ def replace(path: Path, tables: Mapping[str, str]) -> None:
         ValueError: as of :func:`check`.
     """
     path = path.resolve()  # the file that a link leads to, not the link
-    text = path.read_bytes().decode()
+    text = _text(path)
     places = _places(path, text, tables)
     end = "\r\n" if "\r\n" in text else "\n"
     for name in sorted(tables, key=lambda name: places[name], reverse=True):
@@ -100,6 +100,14 @@ def replace(path: Path, tables: Mapping[str, str]) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        got, fix = f"byte {error.object[error.start]:#04x} in {path}", "save the file as UTF-8"
+        raise ValueError(wrong("--into", "UTF-8 text", got, fix)) from error
 
 
 def _places(path: Path, text: str, names: Collection[str]) -> dict[str, tuple[int, int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,9 +71,8 @@ def run_profile(
     raw = out.with_suffix(".npz")
     prior = prior_of(out)
     steps = Steps(console, count=1 if compile_only else 2)
-    if compile_only:
-        measured = Measurements.read(raw)
-    else:
+
+    def measure() -> Measurements:
         clock: Clock = ModelClock(model) if model else GpuClock()
         measured = _begin(out, raw, clock, "model" if model else "measured", fresh)
         before = len(measured.cases)
@@ -89,7 +89,7 @@ def run_profile(
                 step.advance()
                 console.print(f"  {case.source}, {case.name}: {_first(case)}", highlight=False)
 
-            measured = profile(
+            found = profile(
                 drawn,
                 clock,
                 measured,
@@ -98,7 +98,18 @@ def run_profile(
                 most_cases=most_cases,
                 on_case=on_case,
             )
-            step.done(f"{len(measured.cases) - before} cases, {before} before; in {raw}")
+            step.done(f"{len(found.cases) - before} cases, {before} before; in {raw}")
+        # The file has times in fewer digits: what is compiled now is what it gives again.
+        return Measurements.read(raw) if found.cases else found
+
+    if compile_only:
+        measured = Measurements.read(raw)
+        if measured.arch != out.stem:
+            expected = f"{measured.arch}.yaml, as the measurements are of {measured.arch}"
+            raise ValueError(wrong("out", expected, out.name, "rename the measurements"))
+    else:
+        with _alone(raw):
+            measured = measure()
     with steps.step("Compile") as step:
         document = compile_table(measured, prior, path=out, edges=edges)
         write_table(document)
@@ -137,6 +148,32 @@ def prior_of(out: Path) -> Document:
         fix = "name it after the GPU's compute capability, sm90.yaml for 9.0"
         raise ValueError(wrong("out", f"one of {names}", out.name, fix))
     return read_document(out) if out.is_file() else load_for(out.stem).document
+
+
+@contextmanager
+def _alone(raw: Path) -> Iterator[None]:
+    """Keep other profiles from these measurements; the system lets go when this one dies.
+
+    Raises:
+        OSError: the folder cannot be written.
+        ValueError: another profile is at it.
+    """
+    from filelock import FileLock, Timeout  # slow to import
+
+    path = raw.with_name(f".{raw.name}.lock")
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        expected, fix = "measurements that no other profile is writing", "wait for it, or stop it"
+        raise ValueError(wrong("out", expected, str(raw), fix)) from error
+    except NotImplementedError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
 
 
 def _begin(out: Path, raw: Path, clock: Clock, provenance: str, fresh: bool) -> Measurements:

@@ -34,6 +34,8 @@ HOST_MOST = 3e6
 DENSE_FROM = 0.3
 
 _SAVE_EVERY = 20
+# A profile ends after so many draws in a row that give no new mask: some kinds have few.
+_MOST_REPEATS = 10_000
 
 
 class Field:
@@ -137,7 +139,7 @@ def profile(
     on_case: Callable[[Case], None] = lambda case: None,
     now: Callable[[], float] = time.monotonic,
 ) -> Measurements:
-    """Measure cases until the budget is spent.
+    """Measure cases until the budget is spent, or until there are no others.
 
     Args:
         drawn: what to measure, without end.
@@ -159,12 +161,17 @@ def profile(
     make = MaskMaker(clock.to_device)
     plans = candidates(clock.arch.name)
     written = len(cases)
+    repeats, most_repeats = 0, len(known) + _MOST_REPEATS  # those of earlier runs come first
     try:
         for recipe in drawn:
             if now() - begin >= budget_s or (most_cases is not None and len(cases) >= most_cases):
                 break
             if (recipe.name, recipe.source) in known:
+                repeats += 1
+                if repeats > most_repeats:
+                    break
                 continue
+            repeats = 0
             case = measure_case(recipe, make, clock, plans, field, dense)
             known.add((recipe.name, recipe.source))
             field.add(case)

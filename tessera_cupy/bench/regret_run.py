@@ -89,12 +89,16 @@ def run_regret(
     """
     if cases < 1:
         raise ValueError(wrong("cases", "at least 1", cases, "measure some"))
+    if keep is not None and not keep.parent.is_dir():
+        raise ValueError(wrong("keep", "a folder that exists", str(keep.parent), "make it first"))
     steps = Steps(console, count=1)
     search: list[dict[str, Any]] = []
     if measurements is not None:
         held = Measurements.read(measurements)
+        judged = _table(table, held.arch)
     else:
         clock: Clock = ModelClock(model) if model else GpuClock()
+        judged = _table(table, clock.arch.table)
         chosen = list(
             islice(
                 recipes(
@@ -115,7 +119,6 @@ def run_regret(
             step.done(f"{cases} cases of {HELD_OUT_CLIP}, which no profile has seen")
         if keep is not None:
             held.write(keep)
-    judged = _table(table, held.arch)
     machine = machine_of(held) if measurements is not None or model else machine_here()
     return {
         **machine,

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,7 +117,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         report = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(_wrong_file(f"{path} ({error})")) from error
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         raise ValueError(_wrong_file(f"{path}, which is none of schema {SCHEMA}"))
@@ -128,7 +128,10 @@ def read(path: Path) -> dict[str, Any]:
     if lacking:
         raise ValueError(_wrong_file(f"{path}, which lacks {', '.join(lacking)}"))
     try:
-        sheets_of(report)
+        command = measured_by(report["command"])
+        for sheet in sheets_of(report):
+            sheet.markdown(command)
+        list(warnings_of(report))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         got = f"{path}, whose {bench} has {type(error).__name__}: {error}"
         raise ValueError(_wrong_file(got)) from error
@@ -143,6 +146,21 @@ def _wrong_file(got: str) -> str:
 def sheets_of(report: Mapping[str, Any]) -> list[Sheet]:
     """The tables of a report."""
     return KINDS[report["bench"]].sheets(report)
+
+
+def warnings_of(report: Mapping[str, Any]) -> Iterator[str]:
+    """What was not measured, and what was wrong, in a line each."""
+    for case in report.get("cases", report["rows"]):
+        name = f"{case.get('family') or case.get('rule')} {case.get('clip')}"
+        if "reason" in case:
+            yield f"{name} was not measured: {case['reason']}"
+        beside = case.get("beside") or {}
+        for what, check in (("", case.get("check")), (" by the plan beside", beside.get("check"))):
+            if check and not check["passed"]:
+                yield (
+                    f"wrong output on {name}{what}: error {check['error']:.1e}, "
+                    f"{check['allowed']:.1e} allowed"
+                )
 
 
 def places(bench: str, suffix: str | None) -> list[str]:

@@ -56,11 +56,11 @@ class Sheet:
 
     def drawn(self) -> RenderableType:
         """The table for a terminal, and its notes below it."""
-        table = Table(title=self.title)
+        table = Table(title=Text(self.title, style="table.title"))
         for name in self.columns:
-            table.add_column(name, justify="left" if name in self.left else "right")
+            table.add_column(Text(name), justify="left" if name in self.left else "right")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         return Group(table, *map(Text, self.notes))
 
 

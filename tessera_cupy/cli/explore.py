@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tessera_cupy.bench.rules import RULES
 from tessera_cupy.cli.output import Commands, Output, add_json, size
+from tessera_cupy.errors import wrong
 from tessera_cupy.video import MODELS
 
 
@@ -48,6 +49,8 @@ def _run(args: argparse.Namespace, output: Output) -> int:
 
     models, rules = args.model or page.MODELS, args.rule or page.RULES
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.out.is_dir():
+        raise ValueError(wrong("--out", "a file to write", f"the folder {args.out}", "name a file"))
     with Progress(console=output.console, transient=True) as progress:
         bar = progress.add_task("Masks and their tiles", total=None)
         text = page.explorer_page(

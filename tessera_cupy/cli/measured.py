@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,11 @@ def show(report: Mapping[str, Any], args: argparse.Namespace, output: Output) ->
     Returns:
         The exit status: 1 where an output was wrong.
     """
-    from tessera_cupy.bench.report import sheets_of, write
+    from tessera_cupy.bench.report import sheets_of, warnings_of, write
     from tessera_cupy.bench.sheet import drawn
 
     output.show(report, drawn(sheets_of(report)))
-    for warning in _warnings(report.get("cases", report["rows"])):
+    for warning in warnings_of(report):
         output.warn(warning)
     if not report.get("passed", True):
         if args.into:
@@ -86,17 +86,3 @@ def show(report: Mapping[str, Any], args: argparse.Namespace, output: Output) ->
         names = write(report, args.into, args.marker)
         output.console.print(f"{args.into}: {', '.join(names)}", markup=False, soft_wrap=True)
     return 0
-
-
-def _warnings(cases: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    for case in cases:
-        name = f"{case.get('family') or case.get('rule')} {case.get('clip')}"
-        if "reason" in case:
-            yield f"{name} was not measured: {case['reason']}"
-        beside = case.get("beside") or {}
-        for what, check in (("", case.get("check")), (" by the plan beside", beside.get("check"))):
-            if check and not check["passed"]:
-                yield (
-                    f"wrong output on {name}{what}: error {check['error']:.1e}, "
-                    f"{check['allowed']:.1e} allowed"
-                )

@@ -17,8 +17,8 @@ from tessera_cupy.mapping import issued_pairs
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.plan import Plan
+from tessera_cupy.sparsifiers.parameters import whole
 from tessera_cupy.video import VideoGrid
-from tessera_cupy.viz.mask import mask_head
 
 MODEL, RULE, GPU = "wan-14b-81f-720p", "spade", "H200"
 
@@ -95,7 +95,9 @@ def explore_mask(
             grid's own order.
 
     Raises:
-        ValueError: a head, mapping or GPU that there is not, or a grid of other tokens.
+        TypeError: a head, a number of heads or a mapping of another type.
+        ValueError: a head, mapping or GPU that there is not, a grid of other tokens or with text,
+            or an order that has not each token once.
 
     Example:
         >>> mask = BlockMask.from_dense([[1, 0], [1, 1]], (64, 64))
@@ -103,15 +105,19 @@ def explore_mask(
         >>> data["tiles"]["steps"], data["figures"]["active_pairs"]
         ([2], 12288)
     """
-    heads = mask.heads if heads is None else heads
-    plan = find_plan(mask, mapping, heads, head_dim, find_gpu(gpu))
-    blocks = block_mask(mask)
-    mask_head(blocks, 0, head)
-    if grid is not None and (grid.tokens, grid.tokens) != mask.shape:
-        expected = "a grid of {} x {} tokens".format(*mask.shape)
+    fix = "pass as many heads as q has"
+    heads = mask.heads if heads is None else whole("heads", heads, 1, None, fix)
+    last = mask.heads - 1
+    head = whole("head", head, 0, last, "pick one of the mask's", f"from 0 to {last}")
+    if grid is not None and (grid.text_tokens or (grid.tokens, grid.tokens) != mask.shape):
+        expected = "a grid of {} x {} tokens, without text".format(*mask.shape)
         raise ValueError(
             wrong("grid", expected, f"{grid} = {grid.tokens:,}", "pass the mask's own")
         )
+    if grid is not None and order is not None:
+        order = _order(order, grid.tokens)
+    plan = find_plan(mask, mapping, heads, head_dim, find_gpu(gpu))
+    blocks = block_mask(mask)
     places = None if grid is None else np.arange(grid.tokens) if order is None else order
     scene = {
         "grid": None if grid is None else _grid(grid),
@@ -199,6 +205,15 @@ def mappings_of(scene: Scene, gpu: str) -> dict[str, Plan]:
     known, device = model_of(scene.model), find_gpu(gpu)
     auto = find_plan(scene.mask, AUTO, known.heads, known.head_dim, device)
     return {AUTO: auto, **best_plans(auto, device)}
+
+
+def _order(order: NDArray[Any], tokens: int) -> NDArray[Any]:
+    order = np.asarray(order)
+    if order.dtype.kind not in "iu" or not np.array_equal(np.sort(order), np.arange(tokens)):
+        expected = f"each number from 0 to {tokens - 1} once"
+        got = f"{order.dtype} of shape {order.shape}"
+        raise ValueError(wrong("order", expected, got, "pass the one that q was permuted by"))
+    return order
 
 
 def _grid(grid: VideoGrid) -> dict[str, Any]:

@@ -65,9 +65,13 @@ def find_plan(
         gpu: the GPU.
 
     Raises:
+        TypeError: no name.
         ValueError: no such mapping, or none that can serve the mask on that GPU; the message lists
             those that can.
     """
+    if not isinstance(mapping, str):
+        expected = f"{AUTO!r}, or the name of a mapping or a plan"
+        raise TypeError(wrong("mapping", expected, repr(mapping), "name one"))
     if "/" in mapping:
         return make_plan(mask, _q(mask, heads, head_dim), regime=mapping, arch=gpu.arch)
     auto = auto_plan(mask, heads, head_dim, gpu)

@@ -16,6 +16,7 @@ from tessera_cupy.explore.choices import BlockSize, block_parameter, model_of, s
 from tessera_cupy.explore.features import read_features
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.permute import TokenOrders
+from tessera_cupy.sparsifiers.parameters import whole
 from tessera_cupy.video import VideoGrid
 
 
@@ -62,13 +63,17 @@ def make_scene(
         grid: another grid than :func:`~tessera_cupy.explore.choices.small_grid`.
 
     Raises:
-        ValueError: a model, rule, head or block size that there is not.
+        TypeError: a head that is no int.
+        ValueError: a model, rule, head or block size that there is not, or a grid with text.
         MissingExtraError: a package that the rule needs is not installed.
     """
-    heads = model_of(model).heads
-    if not 0 <= head < heads:
-        raise ValueError(wrong("head", f"from 0 to {heads - 1}", head, f"pick one of {model}'s"))
+    last = model_of(model).heads - 1
+    # An int of Python's: equal ones of other types would find each other's scenes.
+    head = whole("head", head, 0, last, f"pick one of {model}'s", f"from 0 to {last}")
     block_parameter(rule, block_size)
+    if grid is not None and grid.text_tokens:
+        got = f"{grid} with {grid.text_tokens} text tokens"
+        raise ValueError(wrong("grid", "a grid without text", got, "leave its text out"))
     return _scene(model, rule, head, block_size, grid or small_grid(model))
 
 

@@ -19,7 +19,6 @@ import numpy as np
 from tessera_cupy.errors import wrong
 from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.measurements import Case, Measurements
-from tessera_cupy.regimes.regret import online_times
 from tessera_cupy.regimes.schema import ANY, AXES, Document, Interval, Key, Match, Regime
 from tessera_cupy.regimes.tree import (
     MIN_CASES,
@@ -72,10 +71,10 @@ def compile_table(
     if prior.arch != measurements.arch:
         expected = f"a table of {measurements.arch}"
         raise ValueError(wrong("prior", expected, f"one of {prior.arch}", "give that table"))
-    kinds = _classes(measurements.cases)
-    keys = [_key(match, cases, edges) for match, cases in kinds if len(cases) >= LEAST_CASES]
+    kinds = [(match, Costs.of(cases)) for match, cases in _classes(measurements.cases)]
+    keys = [_key(match, costs, edges) for match, costs in kinds if len(costs) >= LEAST_CASES]
     if not keys:
-        most = max((len(cases) for _, cases in kinds), default=0)
+        most = max((len(costs) for _, costs in kinds), default=0)
         raise ValueError(
             wrong(
                 "measurements",
@@ -103,8 +102,7 @@ def _classes(cases: Sequence[Case]) -> list[tuple[Match, list[Case]]]:
     """Cases by the key that they belong to, in a fixed order."""
     kinds: dict[Match, list[Case]] = {}
     for case in cases:
-        if online_times(case):
-            kinds.setdefault(kind_of(case.features), []).append(case)
+        kinds.setdefault(kind_of(case.features), []).append(case)
     found: list[tuple[Match, list[Case]]] = []
     for match, members in kinds.items():
         found += _by_value(match, members)
@@ -166,9 +164,8 @@ def _order(match: Match) -> tuple[object, ...]:
     )
 
 
-def _key(match: Match, cases: Sequence[Case], edges: str) -> Key:
-    costs = Costs.of(cases)
-    rows = np.arange(len(cases))
+def _key(match: Match, costs: Costs, edges: str) -> Key:
+    rows = np.arange(len(costs))
     known = PRESET_EDGES if edges == "preset" else None
     depth, regret = best_depth(costs, known)
     leaves = pruned(grow(costs, rows, depth, known), costs)
@@ -195,7 +192,7 @@ def _key(match: Match, cases: Sequence[Case], edges: str) -> Key:
             for leaf in leaves
         ),
         line=0,
-        cases=len(cases),
+        cases=len(costs),
     )
 
 

@@ -7,9 +7,11 @@ tool reads them. Its fingerprint is that of the contents, not of the bytes on di
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from tessera_cupy.errors import TableError, wrong
 from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.plan_spec import PlanSpec
+from tessera_cupy.regimes.schema import DTYPES, FRACTIONS, LAYOUTS, PROVENANCES
 
 #: Version of the file; another one is refused.
 SCHEMA = 1
@@ -28,6 +31,12 @@ SCHEMA = 1
 #: Why a plan has no time on a mask, by the number that the file keeps.
 STATES = ("timed", "not eligible", "wrong output", "dropped", "failed")
 _TIMED = STATES.index("timed")
+# What NumPy and its zip files raise besides where a file is damaged, or of another shape. A single
+# array in place of an archive is a TypeError, or in Python 3.10 an AttributeError.
+_UNREADABLE = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, NotImplementedError, OSError),
+    *(TypeError, ValueError, zipfile.BadZipFile, zlib.error),
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,9 @@ class PlanTime:
         ms: median time of the attention, milliseconds; None unless timed.
         low, high: the fastest and the slowest run, milliseconds; as ``ms``.
         note: what was wrong or failed, or how it was timed, in one line.
+
+    Raises:
+        ValueError: the time of a timed plan is no positive, finite number.
     """
 
     plan: PlanSpec
@@ -49,6 +61,11 @@ class PlanTime:
     low: float | None = None
     high: float | None = None
     note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.state == "timed" and not (self.ms is not None and 0 < self.ms < math.inf):
+            expected, fix = "a positive, finite number, as the plan was timed", "time it anew"
+            raise ValueError(wrong("ms", expected, f"{self.ms} of {self.plan.name}", fix))
 
 
 @dataclass(frozen=True)
@@ -148,7 +165,7 @@ class Measurements:
         try:
             with np.load(path, allow_pickle=False) as data:
                 return _measurements({name: data[name] for name in data.files})
-        except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except _UNREADABLE as error:
             raise TableError(
                 wrong(
                     "path",
@@ -207,7 +224,12 @@ def _measurements(arrays: dict[str, NDArray[Any]]) -> Measurements:
     if int(arrays["schema"]) != SCHEMA:
         raise ValueError(f"version {int(arrays['schema'])}")
     arch, provenance, device, catalog = map(str, arrays["profile"])
+    if provenance not in PROVENANCES or provenance == "default":
+        raise ValueError(f"provenance {provenance!r}")
     plans = [PlanSpec.parse(str(name)) for name in arrays["plans"]]
+    if len(set(plans)) < len(plans):
+        raise ValueError("a plan twice")
+    _check_shapes(arrays, len(plans))
     notes = {
         (int(row), int(column)): str(text)
         for (row, column), text in zip(arrays["note_places"], arrays["note_texts"], strict=True)
@@ -218,6 +240,7 @@ def _measurements(arrays: dict[str, NDArray[Any]]) -> Measurements:
         zip(arrays["names"], arrays["sources"], arrays["dense_ms"], strict=True)
     ):
         features = Features(**{field: values[row] for field, values in columns.items()})
+        _check_features(features)
         timings = []
         for column, plan in enumerate(plans):
             state = int(arrays["state"][row, column])
@@ -233,3 +256,34 @@ def _measurements(arrays: dict[str, NDArray[Any]]) -> Measurements:
         cases.append(Case(str(name), str(source), features, tuple(timings), known))
     made = tuple(map(str, arrays["made"]))
     return Measurements(arch, provenance, device, catalog, made, tuple(cases))
+
+
+def _check_shapes(arrays: dict[str, NDArray[Any]], plans: int) -> None:
+    """See that there are as many rows as cases, and as many columns as plans."""
+    cases = len(arrays["names"])
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("state", "ms", "low", "high"), (cases, plans)
+    )
+    shapes |= {name: (cases,) for name in arrays if name.startswith("feature_")}
+    for name, shape in shapes.items():
+        if arrays[name].shape != shape:
+            raise ValueError(f"{name} of shape {arrays[name].shape} for {shape}")
+
+
+def _check_features(f: Features) -> None:
+    """See that a request may be as these features say."""
+    for name in ("block_q", "block_kv", "head_dim", "heads", "tokens"):
+        value = getattr(f, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} {value!r}")
+    for name in FRACTIONS:
+        value = getattr(f, name)
+        if not isinstance(value, float) or not 0 <= value <= 1:
+            raise ValueError(f"{name} {value!r}")
+    for name, known in (
+        *((name, (False, True)) for name in ("ragged", "token_bits", "slices")),
+        ("dtype", DTYPES),
+        ("layout", LAYOUTS),
+    ):
+        if getattr(f, name) not in known:
+            raise ValueError(f"{name} {getattr(f, name)!r}")

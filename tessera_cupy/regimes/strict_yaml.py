@@ -184,6 +184,9 @@ def read(path: Path) -> Entry:
         fix = "correct the YAML on that line or just above it"
         got = str(error.problem)
         raise table_error(path, at + 1, _field_on(lines[at]), "valid YAML", got, fix) from error
+    except RecursionError as error:  # of the loader without libyaml, which has a bound of its own
+        got, fix = "lists or fields too deep in one another", "start from another table"
+        raise table_error(path, 1, "file", "a profile table", got, fix) from error
     if node is None or node.value == "":
         fix = "start from another table of the same folder"
         raise table_error(path, 1, "file", "a profile table", "an empty file", fix)

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tessera_cupy._resources import plans_dir
 from tessera_cupy.errors import TableError, wrong
@@ -49,6 +50,10 @@ class Table:
         if self.rules:
             keys += f", {len(self.rules)} rules"
         return f"Table({document.arch}, {document.provenance}, {keys})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Addresses mean nothing in a copy, nor in another process.
+        return {**self.__dict__, "_backings": {}}
 
     def lookup(self, features: Features) -> Choice:
         """Rank the plans for a request.
@@ -100,7 +105,8 @@ class Table:
         key = (id(first), id(behind))  # both live as long as the table
         if key not in self._backings:
             plans = dict.fromkeys((*first.ranking[: first.own], *behind.ranking))
-            self._backings[key] = replace(first, ranking=tuple(plans))
+            # Of two threads one keeps its answer, whose address may be part of another key.
+            self._backings.setdefault(key, replace(first, ranking=tuple(plans)))
         return self._backings[key]
 
     def with_rule(

@@ -53,27 +53,27 @@ class Costs:
 
     @classmethod
     def of(cls, cases: Sequence[Case]) -> Costs:
-        """The times of cases; a plan that was wrong or failed on one of them is left out."""
+        """The times of cases that have one; a plan that was wrong or failed on one is left out."""
         bad = {
             timing.plan
             for case in cases
             for timing in case.timings
             if timing.state in ("wrong output", "failed")
         }
-        times = {
-            case: {plan: ms for plan, ms in online_times(case).items() if plan not in bad}
+        timed = [
+            (case, {plan: ms for plan, ms in online_times(case).items() if plan not in bad})
             for case in cases
-        }
-        times = {case: of for case, of in times.items() if of}
-        names = {plan.name: plan for of in times.values() for plan in of}
-        plans = tuple(names[name] for name in sorted(names))
-        ratios = [
-            [of.get(plan, np.nan) / min(of.values()) for plan in plans] for of in times.values()
         ]
-        axes = [[getattr(case.features, axis) for axis in AXES] for case in times]
-        return cls(
-            plans, np.array(ratios), np.array(axes, float), tuple(case.source for case in times)
-        )
+        times = [(case, of) for case, of in timed if of]
+        names = {plan.name: plan for _, of in times for plan in of}
+        plans = tuple(names[name] for name in sorted(names))
+        ratios = [[of.get(plan, np.nan) / min(of.values()) for plan in plans] for _, of in times]
+        axes = [[getattr(case.features, axis) for axis in AXES] for case, _ in times]
+        sources = tuple(case.source for case, _ in times)
+        return cls(plans, np.array(ratios), np.array(axes, float), sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
 
     def filled(self, rows: NDArray[Any] | slice = slice(None)) -> NDArray[np.float64]:
         """Logarithms of the ratios, bounded; a plan without a time counts as slow."""

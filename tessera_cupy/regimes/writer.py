@@ -21,7 +21,7 @@ def table_text(document: Document) -> str:
     >>> table_text(load_for("sm90").document).splitlines()[1]
     'arch: sm90'
     """
-    return "\n".join(_lines(document)) + "\n"
+    return "\n".join(map(_printable, _lines(document))) + "\n"
 
 
 def write_table(document: Document) -> None:
@@ -34,7 +34,13 @@ def write_table(document: Document) -> None:
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8", dir=path.parent, suffix=".yaml.tmp", delete=False
     ) as file:
-        file.write(table_text(document))
+        try:
+            file.write(table_text(document))
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            os.unlink(file.name)
+            raise
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
 
@@ -57,6 +63,11 @@ def _lines(document: Document) -> Iterator[str]:
             yield f"{title}:"
             for key in keys:
                 yield from _key(key)
+
+
+def _printable(line: str) -> str:
+    """A line without characters that a table may not have, such as those of odd file names."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else "?" for c in line)
 
 
 def _key(key: Key) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -141,6 +142,8 @@ def _rest(key: Key, drawn: tuple[str, str], at: Mapping[str, float]) -> dict[str
             expected = f"a value of {axis}, of which the key has edges ({listed})"
             raise ValueError(wrong("at", expected, "none", f'pass at={{"{axis}": ...}}'))
         value = at.get(axis, 0.0)
+        if not isinstance(value, (int, float)) or math.isnan(value):
+            raise ValueError(wrong("at", f"a number for {axis}", repr(value), "pass one"))
         inside = [each for each in _intervals(edges) if each.low <= value < each.high]
         found[axis] = inside[0]
     return found

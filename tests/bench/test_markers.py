@@ -110,3 +110,11 @@ def test_markers_that_are_no_pairs_are_errors(text: str, message: str, tmp_path:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"page\.md: `markers`"):
         markers.check(path, [])
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_bytes(b"caf\xe9\n<!-- bench:a -->\n<!-- /bench:a -->\n")
+    for call in (lambda: markers.check(path, ["a"]), lambda: markers.replace(path, {"a": "x"})):
+        with pytest.raises(ValueError, match=r"UTF-8 text, got byte 0xe9 in .*page\.md"):
+            call()

@@ -1,5 +1,5 @@
 import math
-from itertools import islice
+from itertools import cycle, islice
 
 import numpy as np
 import pytest
@@ -223,3 +223,13 @@ def test_bad_input_is_refused(changes, match):
 def test_measured_cases_are_named_apart():
     drawn = [(r.name, r.source) for r in islice(recipes(kinds=["Q64K64", "slices-64"]), 1000)]
     assert len(set(drawn)) > 0.98 * len(drawn)
+
+
+def test_a_profile_ends_when_there_are_no_other_masks(tmp_path):
+    """Of 40 recipes that come again and again, of which 30 were measured before."""
+    few = draw(40, kinds=["Q128K128"])
+    done = Measurements("sm80", "model", "A made-up GPU", "0", (), ())
+    path = tmp_path / "sm80.npz"
+    before = profile(iter(few[:30]), FakeClock(), done, path=path, budget_s=60)
+    found = profile(cycle(few), FakeClock(), before, path=path, budget_s=60)
+    assert len(found.cases) == len({(recipe.name, recipe.source) for recipe in few})

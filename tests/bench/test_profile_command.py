@@ -171,3 +171,71 @@ def test_a_table_that_is_not_there_is_said(capsys):
     status, report, _ = run(capsys, *words)
     assert status == 1
     assert str(Path("no.yaml")) in report["error"]["message"]
+
+
+def test_what_is_compiled_is_what_the_file_has(tmp_path, capsys, monkeypatch):
+    """Times are kept in float32, which an eighth of a name's length plus 1e-9 has no room for."""
+
+    def times(self, mask, heads, head_dim, plans):
+        return tuple(PlanTime(p, "timed", len(p.name) / 8 + 1e-9, 1.0, 9.0) for p in plans)
+
+    monkeypatch.setattr(Predictable, "times", times)
+    compiled = []
+    compile_table = profile_job.compile_table
+    monkeypatch.setattr(
+        profile_job,
+        "compile_table",
+        lambda measured, *a, **k: compiled.append(measured) or compile_table(measured, *a, **k),
+    )
+    assert profiled(capsys, tmp_path / "sm80.yaml")[0] == 0
+    assert compiled == [Measurements.read(tmp_path / "sm80.npz")]
+
+
+def test_two_profiles_do_not_write_the_same_file(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "sm80.yaml"
+    second = []
+    times = Predictable.times
+
+    def meanwhile(self, *given):
+        if not second:
+            second.append(None)
+            second[0] = profiled(capsys, out)
+        return times(self, *given)
+
+    monkeypatch.setattr(Predictable, "times", meanwhile)
+    status, report, _ = profiled(capsys, out)
+    assert (status, report["cases"]) == (0, 24)
+    [(status, report, _)] = second
+    assert status == 1
+    assert "no other profile is writing" in report["error"]["message"]
+    assert {path.name for path in tmp_path.iterdir()} == {"sm80.yaml", "sm80.npz"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--table", "no.yaml"], "no.yaml"),
+        (
+            ["--table", "sm80", "--keep", "nowhere/held.npz"],
+            "`keep`: expected a folder that exists",
+        ),
+    ],
+)
+def test_regret_refuses_before_it_measures(tmp_path, capsys, monkeypatch, words, message):
+    def never(self, *given):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(Predictable, "times", never)
+    monkeypatch.chdir(tmp_path)
+    fixed = ["bench", "regret", "--model", "sm_80", "--cases", "1", *SIZES]
+    status, report, _ = run(capsys, *fixed, *words)
+    assert status == 1
+    assert message in report["error"]["message"]
+
+
+def test_measurements_of_another_architecture_are_not_compiled(tmp_path, capsys):
+    profiled(capsys, tmp_path / "sm80.yaml")
+    (tmp_path / "sm80.npz").rename(tmp_path / "sm90.npz")
+    status, report, _ = run(capsys, "profile", "--out", tmp_path / "sm90.yaml", "--compile-only")
+    assert status == 1
+    assert "`out`: expected sm80.yaml, as the measurements" in report["error"]["message"]

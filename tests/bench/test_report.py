@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tessera_cupy.bench import attention, families_run, markers, report, request_run, rules_run
 from tessera_cupy.bench import slices_run as slices
@@ -277,6 +279,12 @@ def broken(**changes: Any) -> Any:
         (broken(driver=..., l2=...), "which lacks driver, l2"),
         (broken(rows=[{"rule": "vsa"}]), "whose rules has KeyError"),
         (broken(rows=None), "whose rules has TypeError"),
+        (broken(rows=[{**measured_rules()["rows"][0], "rule": 1}]), "whose rules has Attribute"),
+        (broken(rows=[{**measured_rules()["rows"][0], "check": {"a": 1}}]), "has KeyError"),
+        (broken(command=1), "whose rules has AttributeError"),
+        (broken(command="a 'b"), "whose rules has ValueError: No closing quotation"),
+        (broken(cases="none"), "whose rules has AttributeError"),
+        pytest.param("[" * 100_000, "recursion depth", id="deep"),
     ],
 )
 def test_a_file_that_is_no_report_is_an_error(
@@ -290,6 +298,14 @@ def test_a_file_that_is_no_report_is_an_error(
     assert re.search(f"{expected}, got .*{message}.*Fix: measure again", error), error
     with pytest.raises(FileNotFoundError):
         report.read(tmp_path / "none.json")
+
+
+def test_what_a_terminal_takes_for_markup_is_shown_as_it_is() -> None:
+    sheet = Sheet("t", "A [/gpu]", ["[b]a"], [["[red]1"]], ["[i]Why?"], frozenset({"[b]a"}))
+    console = Console(width=40, file=io.StringIO())
+    console.print(sheet.drawn())
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(text in shown for text in ("A [/gpu]", "[b]a", "[red]1", "[i]Why?")), shown
 
 
 def test_markdown_keeps_what_it_would_take_for_its_own() -> None:

@@ -262,7 +262,51 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_grid_of_other_tokens_is_refused() -> None:
     mask = BlockMask.from_dense([[1]], (64, 64))
-    with pytest.raises(ValueError, match=r"`grid`: expected a grid of 64 x 64 tokens, got 4x8x8"):
+    with pytest.raises(
+        ValueError, match=r"`grid`: expected a grid of 64 x 64 tokens, without text, got 4x8x8"
+    ):
         explore_mask(mask, grid=GRID)
     with pytest.raises(ValueError, match=r"`head`: expected from 0 to 0, got 1"):
         explore_mask(mask, head=1)
+
+
+def test_numbers_of_numpy_are_numbers_of_the_page() -> None:
+    """A scene that was made for an equal number of another type must not come back either."""
+    for head in (np.int64(1), 1):
+        data = explore_data(rule="window", head=head, grid=GRID)  # type: ignore[arg-type]
+        assert json.loads(json.dumps(data))["scene"]["head"] == 1
+    mask = BlockMask.from_dense([[1]], (64, 64))
+    one: Any = np.int64(1)
+    assert json.loads(json.dumps(explore_mask(mask, head=one - 1, heads=one)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"head": True}, r"`head`: expected from 0 to 39, got True"),
+        ({"head": 1.0}, r"`head`: expected from 0 to 39, got 1.0"),
+        ({"head": "1"}, r"`head`: expected from 0 to 39, got '1'"),
+        ({"mapping": None}, r"`mapping`: expected 'auto', or the name"),
+    ],
+)
+def test_arguments_of_other_types(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        explore_data(**{"rule": "window", "grid": GRID, **arguments})
+
+
+def test_a_grid_with_text_is_refused() -> None:
+    grid = VideoGrid(4, 8, 8, text_tokens=7)
+    with pytest.raises(ValueError, match=r"`grid`: expected a grid without text, got .*7 text"):
+        explore_data(rule="window", grid=grid)
+    mask = BlockMask.from_dense(np.ones((5, 5), bool), (64, 64), (263, 263))
+    with pytest.raises(ValueError, match=r"`grid`: expected a grid of 263 x 263 tokens, without"):
+        explore_mask(mask, grid=grid)
+
+
+@pytest.mark.parametrize(
+    "order", [np.arange(63), np.zeros(64, int), np.arange(64) + 1, np.arange(64.0), [[0]]]
+)
+def test_an_order_that_has_not_each_token_once_is_refused(order: Any) -> None:
+    mask = BlockMask.from_dense([[1]], (64, 64))
+    with pytest.raises(ValueError, match=r"`order`: expected each number from 0 to 63 once"):
+        explore_mask(mask, grid=VideoGrid(1, 8, 8), order=order)

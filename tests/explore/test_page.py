@@ -384,3 +384,14 @@ def test_the_command_refuses_a_rule_that_there_is_not(capsys: pytest.CaptureFixt
         main(["explore", "--rule", "svg3"])
     assert stopped.value.code == 2
     assert "invalid choice: 'svg3'" in capsys.readouterr().err
+
+
+def test_a_folder_is_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(**given: object) -> str:
+        raise AssertionError("computed")
+
+    monkeypatch.setattr("tessera_cupy.explore.page.explorer_page", never)
+    assert main(["explore", "--out", str(tmp_path)]) == 1
+    assert "`--out`: expected a file to write, got the folder" in capsys.readouterr().err

@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -227,3 +228,49 @@ def test_what_was_measured_is_backed_by_what_is_reasoned():
     assert list(found.ranking[3:]) == [plan for plan in reasoned if plan not in times]
     assert found.origin == "keys"
     assert made.lookup(features(block_q=64)) is found
+
+
+def test_equal_cases_count_each():
+    """Two cases alike in everything, names too, are two."""
+    twice = [case({SHARE: 1.0, MERGE: 2.0}, density=0.1)] * 20
+    [key] = table(measured(twice)).document.keys
+    assert key.cases == 20
+    assert key.regimes[0].plans[0] == SHARE
+
+
+def test_cases_whose_plans_were_all_wrong_elsewhere_decide_nothing():
+    cases = [case({SHARE: 1.0, MERGE: 2.0}, number, density=0.1) for number in range(10)]
+    cases += [case({RETAIN: 1.0}, 10, density=0.1)]
+    cases += [case({SHARE: 1.0}, 11, states={RETAIN: "wrong output"}, density=0.1)]
+    [key] = table(measured(cases)).document.keys
+    assert key.cases == 11
+    assert key.regimes[0].plans == (SHARE, MERGE)
+    alone = [case({RETAIN: 1.0}, number, density=0.1) for number in range(9)]
+    alone += [case({}, 9, states={RETAIN: "failed"}, density=0.1)]
+    with pytest.raises(ValueError, match="at most 0 of one"):
+        table(measured(alone))
+
+
+def test_characters_that_a_table_may_not_have_are_replaced(tmp_path):
+    """A command line has the path that it was given, in which any character may be."""
+    odd = replace(measured(crossing().cases), made=("By `profile a\xa0b\x1b\udcff.yaml`.",))
+    document = replace(table(odd).document, path=tmp_path / "sm90.yaml", device="A\tGPU")
+    write_table(document)
+    again = read_document(tmp_path / "sm90.yaml")
+    assert again.device == "A?GPU"
+    assert again.reasons.startswith("By `profile a?b??.yaml`.")
+
+
+def test_a_failed_write_leaves_the_table_that_was_there(tmp_path, monkeypatch):
+    document = replace(table(crossing()).document, path=tmp_path / "sm90.yaml")
+    write_table(document)
+    before = document.path.read_bytes()
+
+    def full(descriptor):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_table(replace(document, device="another"))
+    assert document.path.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["sm90.yaml"]

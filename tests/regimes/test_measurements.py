@@ -121,3 +121,67 @@ def test_an_archive_that_lacks_a_field_is_refused(tmp_path):
     np.savez(path, schema=np.array(1))
     with pytest.raises(TableError, match="profile"):
         Measurements.read(path)
+
+
+def edited(path, **changes):
+    """A file of two cases, some arrays of which are others."""
+    measured(
+        [
+            case({SHARE: 1.5, MERGE: 2.0}, 0, density=0.25),
+            case({SHARE: 0.5, MERGE: 1.0}, 1, density=0.5),
+        ]
+    ).write(path)
+    with np.load(path) as data:
+        arrays = {name: data[name] for name in data.files}
+    np.savez(path, **{**arrays, **{name: np.array(value) for name, value in changes.items()}})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"ms": [[np.nan, 1], [1, 1]]}, r"`ms`: expected a positive, finite number.* nan of "),
+        ({"ms": [[-2.0, 1], [1, 1]]}, r"positive, finite.* -2\.0 of "),
+        ({"ms": [[0.0, 1], [1, 1]]}, "positive, finite"),
+        ({"ms": [[np.inf, 1], [1, 1]]}, "positive, finite"),
+        ({"ms": [[1.0], [1.0]]}, r"ms of shape \(2, 1\) for \(2, 2\)"),
+        ({"state": [0, 0]}, r"state of shape \(2,\) for \(2, 2\)"),
+        ({"feature_heads": [8]}, r"feature_heads of shape \(1,\) for \(2,\)"),
+        ({"feature_dtype": "float16"}, r"feature_dtype of shape \(\) for \(2,\)"),
+        ({"feature_density": [0.5, 1.5]}, r"density 1\.5"),
+        ({"feature_run_coverage": [0.5, np.nan]}, "run_coverage nan"),
+        ({"feature_tokens": [4096, 0]}, "tokens 0"),
+        ({"feature_heads": ["8", "8"]}, "heads '8'"),
+        ({"feature_dtype": ["float8", "float16"]}, "dtype 'float8'"),
+        ({"plans": [SHARE.name, SHARE.name]}, "a plan twice"),
+        ({"plans": [SHARE.name, "fastest"]}, "'fastest'"),
+        ({"profile": ["sm90", "guessed", "A GPU", "0"]}, "provenance 'guessed'"),
+        ({"schema": [1, 1]}, "measurements of version 1"),
+    ],
+)
+def test_a_file_that_was_changed_by_hand_is_refused(tmp_path, changes, match):
+    with pytest.raises(TableError, match=match):
+        Measurements.read(edited(tmp_path / "sm90.npz", **changes))
+
+
+def test_a_damaged_archive_is_refused_wherever_the_damage_is(tmp_path):
+    path = tmp_path / "sm90.npz"
+    crossing().write(path)
+    whole = path.read_bytes()
+    refused = []
+    for at in range(0, len(whole), 97):
+        path.write_bytes(whole[:at] + bytes(b ^ 0xFF for b in whole[at : at + 2]) + whole[at + 2 :])
+        try:
+            Measurements.read(path)  # a byte that nothing depends on
+        except TableError as error:
+            refused.append(str(error))
+    assert len(refused) > 10
+    assert all("sm90.npz" in message for message in refused)
+
+
+def test_a_single_array_is_refused(tmp_path):
+    path = tmp_path / "sm90.npz"
+    with path.open("wb") as file:
+        np.save(file, np.ones(3))
+    with pytest.raises(TableError, match=r"measurements of version 1 .*sm90\.npz"):
+        Measurements.read(path)

@@ -1,11 +1,14 @@
 """The second list of keys, for requests that nothing measured answers, and counts of cases."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
 from tessera_cupy.errors import TableError
 from tessera_cupy.regimes import Features, load_table
+from tessera_cupy.regimes import table as table_module
 
 HEAD = """\
 schema: 1
@@ -197,3 +200,29 @@ def test_a_default_table_keeps_all_in_one_list(tmp_path):
         table_of(tmp_path, text)
     model = table_of(tmp_path, text.replace("provenance: default", "provenance: model"))
     assert ask(model, block_q=32).origin == "reasoned"
+
+
+def test_a_copy_in_another_process_remembers_no_addresses(tmp_path):
+    """Rankings are remembered by where their answers lie, where another table's may lie there."""
+    table = table_of(tmp_path, HEAD + KEYS + REASONED)
+    wanted = ask(table).ranking
+    assert table._backings
+    for copied in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
+        assert not copied._backings
+        assert ask(copied).ranking == wanted
+
+
+def test_two_threads_that_ask_at_once_get_one_answer(tmp_path, monkeypatch):
+    """Its address may be part of what another ranking is remembered by, so it has to live on."""
+    table = table_of(tmp_path, HEAD + KEYS + REASONED)
+    other = []
+    replace = table_module.replace
+
+    def meanwhile(*given, **changes):
+        if not other:
+            other.append(None)
+            other[0] = ask(table)
+        return replace(*given, **changes)
+
+    monkeypatch.setattr(table_module, "replace", meanwhile)
+    assert ask(table) is other[0]

@@ -303,6 +303,18 @@ def test_the_pure_python_parser_says_the_same(tmp_path, monkeypatch):
     test_an_empty_file(tmp_path, "")
 
 
+@pytest.mark.parametrize("loader", ["CSafeLoader", "SafeLoader"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 5000])
+def test_what_nests_without_end_is_refused(tmp_path, monkeypatch, loader, text):
+    import yaml
+
+    from tessera_cupy.regimes import strict_yaml
+
+    monkeypatch.setattr(strict_yaml, "_Loader", getattr(yaml, loader, yaml.SafeLoader))
+    with pytest.raises(TableError, match=r"toy\.yaml, line 1, .* Fix: "):
+        load(tmp_path, text)
+
+
 def test_an_alias_is_only_a_copy(tmp_path):
     text = TABLE.replace("block_kv: {from: 16, to: 64}", "block_kv: &size {to: 128}")
     text = text.replace("head_dim: {to: 128}", "head_dim: *size")

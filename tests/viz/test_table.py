@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ def test_another_axis_takes_a_value(ax: Any, table: Table) -> None:
         ({"key": 0, "y": "density"}, "`y`: expected another axis than x"),
         ({"key": 1}, r"`at`: expected a value of run_coverage, .* edges \(0.5\)"),
         ({"key": 0, "at": {"tokens": 5}}, "`at`: expected values of heads, run_coverage"),
+        ({"key": 1, "at": {"run_coverage": math.nan}}, "`at`: expected a number for run_coverage"),
+        ({"key": 1, "at": {"run_coverage": "low"}}, "`at`: .* for run_coverage, got 'low'"),
     ],
 )
 def test_wrong_arguments(ax: Any, table: Table, given: dict[str, Any], words: str) -> None:
