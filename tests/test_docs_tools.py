@@ -44,7 +44,7 @@ def test_a_notebook_as_a_page(tmp_path: Path) -> None:
 
 def test_a_page_of_a_notebook_says_that_it_lacks_the_outputs() -> None:
     page = tool("hooks").on_page_markdown(
-        "<!-- notebook: notebooks/01_masks_to_tiles.py -->\n\n## Run it\n\nSo.\n"
+        "<!-- notebook: notebooks/01_masks_to_tiles.py -->\nHere in the site.\n\n## Run it\n\nSo.\n"
     )
     title, note, *_ = page.split("\n\n")
     assert title == "# From a mask to physical tiles"
