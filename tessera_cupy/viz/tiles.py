@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tessera_cupy.mapping.tiles import Tiles
-from tessera_cupy.viz import overview, style
+from tessera_cupy.viz import arguments, overview, style
 from tessera_cupy.viz.boxes import Boxes
 from tessera_cupy.viz.pieces import computing_halves, everything, pieces, runs_of, tiles_in
 from tessera_cupy.viz.window import Window
@@ -41,6 +41,7 @@ def draw_tiles(
             share and regroup; what is skipped is not drawn.
 
     Raises:
+        TypeError: an argument of another kind, ``ax`` that is no axes among them.
         ValueError: ``head`` is not in the tiles, or no query of them in ``window``.
 
     >>> from matplotlib.figure import Figure
@@ -50,6 +51,8 @@ def draw_tiles(
     >>> mask = BlockMask.from_dense([[1, 0], [1, 1]], (64, 64))
     >>> draw_tiles(ax, map_mask(mask, Mapping("retain", "pack"), 64, 128))
     """
+    arguments.check_axes(ax)
+    arguments.check_kind("tiles", tiles, (Tiles,), "pass plan.tiles(), or what map_mask returns")
     all_of_it = everything(tiles, head)
     ax.set_xlabel("key (tokens)")
     ax.set_ylabel("query (tokens)")
@@ -101,6 +104,7 @@ def draw_steps(
         skips: as in :func:`draw_tiles`; what is skipped stays white.
 
     Raises:
+        TypeError: an argument of another kind, ``ax`` that is no axes among them.
         ValueError: ``head`` is not in the tiles, or no query of them in ``window``.
 
     >>> from matplotlib.figure import Figure
@@ -110,6 +114,8 @@ def draw_steps(
     >>> mask = BlockMask.from_dense([[1, 0], [1, 1]], (64, 64))
     >>> draw_steps(ax, map_mask(mask, Mapping("retain", "pack"), 64, 128))
     """
+    arguments.check_axes(ax)
+    arguments.check_kind("tiles", tiles, (Tiles,), "pass plan.tiles(), or what map_mask returns")
     all_of_it = everything(tiles, head)
     shape = tiles.shape
     ax.set_xlabel(f"columns of the steps, {shape.kv} each (keys)")
@@ -162,6 +168,7 @@ def draw_tile_key(ax: Axes, *, skips: bool = False) -> None:
     >>> len(ax.get_legend().get_texts())
     2
     """
+    arguments.check_axes(ax)
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
