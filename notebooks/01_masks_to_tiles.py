@@ -30,9 +30,12 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
-from tessera_cupy import BlockMask, make_plan, reference, viz
+from tessera_cupy import ArraySpec, BlockMask, make_plan, reference, viz
 from tessera_cupy.bench import clips
+from tessera_cupy.cost import predict
+from tessera_cupy.errors import PlanNotEligibleError
 from tessera_cupy.mapping import Mapping, map_mask, useful_fraction
+from tessera_cupy.regimes.candidates import candidates
 from tessera_cupy.sparsifiers import spade
 from tessera_cupy.video import VideoGrid
 
@@ -76,14 +79,15 @@ viz.draw_mask(ax, small)
 # - **pack**: take the next two *wanted* blocks of the list, from wherever they are, and put them
 #   side by side.
 #
-# Below, each line is a tile, and each box a block that it loads; the number says in which step.
-# Hatched is computed in vain. Look at how long the lines are.
+# Below, each line is a tile, and its framed boxes are steps. The number is the key block that lies
+# there, as in the mask above, where the first column is block 0; hatched is computed in vain. Look
+# at how long the lines are, and at which blocks pack joins.
 
 # %%
 figure, axes = plt.subplots(3, 1, figsize=(9, 5.6), layout="constrained", sharex=True)
 for ax, name in zip(axes, ("retain", "merge", "pack"), strict=True):
     tiles = map_mask(small, Mapping("retain", name), 64, 128)
-    viz.draw_steps(ax, tiles)
+    viz.draw_steps(ax, tiles, key_block=64)
     useful = useful_fraction(tiles, small)
     ax.set_title(
         f"{name}: {tiles.steps.sum()} steps, {useful:.0%} of the work is useful", fontsize=10
@@ -159,18 +163,40 @@ for kv_side in ("retain", "merge", "pack"):
 #
 # The table has the whole mask under each. A name says the mapping of queries, then of keys.
 # *Useful* is the number of pairs that the mask keeps, over the number of pairs that are computed.
-# The arrow marks what the package would choose for an H100.
+# The arrow marks what the package would choose for an H100. *Predicted ms* is what the cost model
+# expects of the fastest kernel for the mapping, whose tiles are in parentheses: not every size in
+# the table has a kernel. It is for 40 heads with this mask, since one does not fill the GPU, on an
+# H200 in bfloat16. A step of 128x192 is three times one of 64x128: compare times, not steps.
+# Regroup's tiles are made by the host, which is not in its time.
 
 # %%
 q, k, v = (chosen.permute(x) for x in (q, k, v))
 plan = make_plan(mask, q, k, v, arch="sm_90a")
-print(f"  {'mapping':<14} {'tile':>8} {'steps':>7} {'useful':>7}")
+request = ArraySpec((1, 40, *q.shape[2:]), "bfloat16")
+
+
+def predicted_ms(mapping):
+    """Of the fastest kernel for a mapping, with its tiles, if there is one."""
+    times = {}
+    for spec in candidates("sm_90a"):
+        if spec.mapping == mapping:
+            try:
+                made = make_plan(mask, request, regime=spec, arch="sm_90a")
+            except PlanNotEligibleError:
+                continue
+            times[f"({spec.tile_q}x{spec.tile_kv})"] = predict(made).ms
+    tile = min(times, key=times.get, default=None)
+    return f"{times[tile]:.3f} {tile}" if tile else "none"
+
+
+print(f"  {'mapping':<14} {'tile':>8} {'steps':>7} {'useful':>7} {'predicted ms':>16}")
 for way in viz.tile_each_way(mask, plan.spec):
     shape = way.tiles.shape
     size = f"{shape.q}x{shape.kv}"
     steps_in_all = int(way.tiles.steps.sum())
+    ms = predicted_ms(way.mapping)
     print(">" if way.chosen else " ", f"{way.mapping.name:<14} {size:>8}", end=" ")
-    print(f"{steps_in_all:>7,} {way.useful:>7.2f}  {way.gloss}")
+    print(f"{steps_in_all:>7,} {way.useful:>7.2f} {ms:>16}  {way.gloss}")
 
 # %% [markdown]
 # The same as pictures. On the left is the mask; the small orange frame is the part that is drawn on

@@ -100,8 +100,8 @@ NAMES = {
     "small tiles, a block a step": "attend_mma/q64k64/retain-pack/longest+split",
     "tiles of 128, aligned": "attend_wgmma/q128k192/merge-merge/longest+split",
     "tiles of 128, packed": "attend_mma/q128k64/share-pack/longest+split",
-    "the same, for Hopper": "attend_wgmma/q128k192/share-pack/longest+split",
-    "the same, rows regrouped": "attend_wgmma/q128k192/regroup-pack/longest+split",
+    "for Hopper, packed": "attend_wgmma/q128k192/share-pack/longest+split",
+    "for Hopper, rows regrouped": "attend_wgmma/q128k192/regroup-pack/longest+split",
 }
 request = ArraySpec((1, HEADS, TOKENS, HEAD_DIM), "bfloat16")
 there = mask

@@ -44,7 +44,7 @@ def test_a_notebook_as_a_page(tmp_path: Path) -> None:
 
 def test_a_page_of_a_notebook_says_that_it_lacks_the_outputs() -> None:
     page = tool("hooks").on_page_markdown(
-        "<!-- notebook: notebooks/01_masks_to_tiles.py -->\n\n## Run it\n\nSo.\n"
+        "<!-- notebook: notebooks/01_masks_to_tiles.py -->\nHere in the site.\n\n## Run it\n\nSo.\n"
     )
     title, note, *_ = page.split("\n\n")
     assert title == "# From a mask to physical tiles"
@@ -159,3 +159,8 @@ def test_every_picture_is_there_and_can_be_drawn(tmp_path: Path) -> None:
     # Lists of 5, 4, 4, 6, 4 and 4 blocks: 27 steps of one, or 14 of two, of which one is half full.
     assert "as steps of 64x64: 27, useful 1.00" in (tmp_path / "retain.svg").read_text()
     assert "as steps of 64x128: 14, useful 0.96" in (tmp_path / "pack.svg").read_text()
+    # Lists of 5, 6 and 4 blocks: 15 steps of one, 5 + 4 + 4 aligned pairs, 3 + 3 + 2 of two.
+    three = (tmp_path / "three-ways.svg").read_text()
+    assert "retain: 15 steps, 50% of the work is useful" in three
+    assert "merge: 13 steps, 58% of the work is useful" in three
+    assert "pack: 8 steps, 94% of the work is useful" in three

@@ -5,7 +5,7 @@ A page says with a comment on a line of its own where something belongs:
 - ``<!-- command-line -->``: the help of ``tessera-cupy`` and of all its commands;
 - ``<!-- notebook: notebooks/NAME.py -->``: a notebook, from its script in jupytext's percent
   format, with Markdown cells as text and the others as code, and a note that says where the
-  pictures are.
+  pictures are. A line right below the comment, for readers of the repository, is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unittest import mock
 ROOT = Path(__file__).parents[2]
 
 _COMMAND_LINE = "<!-- command-line -->"
-_NOTEBOOK = re.compile(r"^<!-- notebook: (\S+) -->$", re.MULTILINE)
+_NOTEBOOK = re.compile(r"^<!-- notebook: (\S+) -->(?:\n.+)?$", re.MULTILINE)
 _NOTE = """!!! note
     This is a notebook. What it prints and draws is there once [you run it](#run-it)."""
 

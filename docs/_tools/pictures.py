@@ -1,4 +1,4 @@
-"""Draw the pictures of the site's explanations: ``python docs/_tools/pictures.py``.
+"""Draw the README's first picture and the site's: ``python docs/_tools/pictures.py``.
 
 One small mask, and what each mapping makes of it, from the planner's own tiles. The pictures are
 kept in ``docs/pictures``, so that building the site needs no matplotlib; run this again when
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,9 @@ KEPT = (
     (0, 3, 7, 8),
 )
 BLOCK, KEY_BLOCKS = 64, 12
+
+#: The same of the README's picture, as in notebook 1.
+FEW = ((0, 3, 4, 7, 10), (1, 3, 6, 7, 10, 11), (0, 2, 5, 9))
 
 #: Keys of two groups of 64 query rows: every third key is kept by both, others by one.
 KEYS = (
@@ -60,10 +64,10 @@ OF_BLOCKS = (
 OF_SLICES = (Drawn("gather", "share-gather", (128, 64)),)
 
 
-def block_mask() -> BlockMask:
-    """The mask of all pictures but those of slices."""
-    blocks = np.zeros((len(KEPT), KEY_BLOCKS), np.bool_)
-    for row, columns in zip(blocks, KEPT, strict=True):
+def block_mask(kept: Sequence[Sequence[int]] = KEPT) -> BlockMask:
+    """A mask of the key blocks of each row; that of all pictures but the README's and slices'."""
+    blocks = np.zeros((len(kept), KEY_BLOCKS), np.bool_)
+    for row, columns in zip(blocks, kept, strict=True):
         row[list(columns)] = True
     return BlockMask.from_dense(blocks, (BLOCK, BLOCK))
 
@@ -79,7 +83,7 @@ def slices() -> KeySlices:
 def draw(folder: Path) -> list[Path]:
     """Write all pictures into a folder; their paths."""
     blocks, groups = block_mask(), slices().to_block_mask()
-    written = [_mask(folder / "mask.svg", blocks)]
+    written = [_mask(folder / "mask.svg", blocks), _three_ways(folder / "three-ways.svg")]
     written += [_tiles(folder / f"{p.name}.svg", blocks, p, BLOCK) for p in OF_BLOCKS]
     written += [_tiles(folder / f"{p.name}.svg", groups, p, GROUP) for p in OF_SLICES]
     return written
@@ -115,6 +119,34 @@ def _tiles(path: Path, mask: BlockMask, picture: Drawn, lines: int) -> Path:
     return _write(figure, path)
 
 
+def _three_ways(path: Path) -> Path:
+    """A few rows as steps of two key blocks under retain, merge and pack, one below the other."""
+    mask, longest = block_mask(FEW), max(map(len, FEW))
+    figure = _figure(8.4, 4.6)
+    axes: Any = figure.subplots(3, 1, sharex=True)
+    for ax, name in zip(axes, ("retain", "merge", "pack"), strict=True):
+        tiles = map_mask(mask, Mapping("retain", name), BLOCK, 2 * BLOCK)
+        viz.draw_steps(ax, tiles, key_block=BLOCK)
+        useful = useful_fraction(tiles, mask)
+        ax.set_title("")
+        ax.set_title(
+            f"{name}: {int(tiles.steps.sum())} steps, {useful:.0%} of the work is useful",
+            fontsize=11,
+            loc="left",
+        )
+        # Room for the frames' outer halves, and one scale for all three.
+        ax.set_xlim(-2, 2 * BLOCK * longest + 2)
+        ax.set_ylim(len(FEW) * BLOCK + 2, -2)
+        ax.set_xlabel("")
+        ax.set_ylabel("")
+        ax.set_xticks([])
+        ax.set_yticks([(row + 0.5) * BLOCK for row in range(len(FEW))])
+        ax.set_yticklabels([f"query block {row}" for row in range(len(FEW))], fontsize=9)
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+    return _write(figure, path)
+
+
 def _widths(tiles: Tiles, mask: BlockMask) -> tuple[int, int]:
     """Widths in proportion to keys and to the longest tile, within reason."""
     longest = int(tiles.steps.max()) * tiles.shape.kv
@@ -132,10 +164,10 @@ def _block_lines(ax: Any, mask: BlockMask, size: int) -> None:
     ax.set_ylabel("query tokens", fontsize=9)
 
 
-def _figure(width: float) -> Any:
+def _figure(width: float, height: float = 3.3) -> Any:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, 3.3), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _write(figure: Any, path: Path) -> Path:

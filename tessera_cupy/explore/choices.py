@@ -34,7 +34,7 @@ SENTENCES: Mapping[str, str] = MappingProxyType(
         "before the softmax.",
         "split": "A block that is larger than the tile becomes several tiles or steps.",
         "pack": "A step is filled with the next wanted blocks of the row, from anywhere among the "
-        "keys, so that no column is computed in vain.",
+        "keys; only at the end of the row's list may columns be computed in vain.",
         "share": "A tile joins query blocks that load each key once for all of them, and each part "
         "of its rows skips the steps in which it wants nothing.",
         "regroup": "As share, but it joins query blocks with alike lists from anywhere in place of "

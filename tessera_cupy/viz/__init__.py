@@ -2,9 +2,10 @@
 
 Everything is drawn from plain arrays, with no GPU; what is on one is copied. A function that
 fills one set of axes takes ``ax`` first, one that needs several takes a ``figure`` (or a part of
-one, of ``Figure.subfigures``), and a page of its own is returned. Colours are the Okabe-Ito set and
-tints of it, told apart by colour-blind readers; hatches, line styles and numbers say the same in
-print.
+one, of ``Figure.subfigures``), and a page of its own is returned. A figure without a layout gets
+matplotlib's constrained one, so that legends fit; axes that are placed by hand stay where they are.
+Colours are the Okabe-Ito set and tints of it, told apart by colour-blind readers; hatches, line
+styles and numbers say the same in print.
 """
 
 from tessera_cupy.viz.grid import draw_grid

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.video import VideoGrid, inverse
-from tessera_cupy.viz import style
+from tessera_cupy.viz import arguments, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,7 @@ def draw_grid(
         frames: which frames; the first five and the last, or all of up to six, when None.
 
     Raises:
-        TypeError: an order, block or frames that are no integers.
+        TypeError: an order, block or frames that are no integers, ``figure`` that is no figure.
         ValueError: an order that is no permutation of the grid's tokens, sizes that do not sum to
             them, a frame that there is not.
 
@@ -89,6 +89,8 @@ def draw_grid(
     >>> [ax.get_title() for ax in figure.axes]
     ['frame 0', 'frame 1']
     """
+    arguments.check_figure(figure)
+    arguments.check_kind("grid", grid, (VideoGrid,), "pass VideoGrid(frames, rows, columns)")
     places = inverse(_order(grid, order))
     blocks = _blocks(grid, block)
     shown = _frames(grid, frames)
@@ -344,11 +346,12 @@ def _legend(figure: Figure | SubFigure, blocks: _Blocks, *, path: bool) -> None:
             "a frame's first token": Line2D([], [], marker="o", **mark),
             "its last": Line2D([], [], marker="s", **mark),
         }
+    style.make_room(figure)
     figure.legend(
         list(entries.values()),
         list(entries),
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="outside lower center",
-        ncols=min(len(entries), 4),
+        ncols=style.columns_that_fit(figure, list(entries), 4),
         frameon=False,
     )

@@ -12,7 +12,7 @@ from tessera_cupy.masks import bits as token_bit
 from tessera_cupy.masks.entries import Entries
 from tessera_cupy.masks.geometry import BlockGrid
 from tessera_cupy.masks.key_slices import block_mask
-from tessera_cupy.viz import style
+from tessera_cupy.viz import arguments, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,6 +40,7 @@ def head_figures(mask: BlockMask | KeySlices) -> HeadFigures:
     >>> density.tolist(), coverage.tolist()
     ([0.5, 0.5], [1.0, 0.0])
     """
+    arguments.check_mask(mask)
     count = mask.batch * mask.heads
     coverage = np.array([_run_coverage(mask, head) for head in range(count)])
     blocks = block_mask(mask).on_host()
@@ -55,12 +56,16 @@ def draw_heads(figure: Figure | SubFigure, mask: BlockMask | KeySlices) -> None:
         figure: where to draw two axes above each other.
         mask: the mask; heads are numbered ``b * heads + h`` where it has several of a batch.
 
+    Raises:
+        TypeError: ``figure`` that is no figure, ``mask`` that is no mask.
+
     >>> from matplotlib.figure import Figure
     >>> figure = Figure()
     >>> draw_heads(figure, BlockMask.from_dense([[[1, 1], [0, 0]], [[0, 1], [1, 0]]], (64, 64)))
     >>> [ax.get_ylabel() for ax in figure.axes]
     ['density', 'run coverage']
     """
+    arguments.check_figure(figure)
     density, coverage = head_figures(mask)
     axes: Any = figure.subplots(2, 1, sharex=True)
     upper, lower = axes
@@ -75,7 +80,7 @@ def draw_heads(figure: Figure | SubFigure, mask: BlockMask | KeySlices) -> None:
     upper.set_ylabel("density")
     lower.set_ylabel("run coverage")
     upper.set_title(
-        f"{len(head)} heads: kept fraction of the token pairs, and fraction of the active "
+        f"{len(head)} heads: kept fraction of the token pairs,\nand fraction of the active "
         f"{'slices' if isinstance(mask, KeySlices) else 'blocks'} in runs",
         fontsize=10,
     )
@@ -89,6 +94,7 @@ def _finish(ax: Axes, values: NDArray[np.float64], drawn: Any, name: str, top: f
     mean = float(values.mean())
     line = ax.axhline(mean, color=style.FRAME, linewidth=1.5, linestyle="--", zorder=4)
     ax.set_ylim(0, min(top, 1.05))
+    style.make_room(ax.figure)
     ax.legend(
         [drawn, line],
         [name, f"mean {mean:.3f}"],

@@ -11,7 +11,7 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks import bits as token_bit
 from tessera_cupy.masks.key_slices import block_mask
-from tessera_cupy.viz import area, style
+from tessera_cupy.viz import area, arguments, style
 from tessera_cupy.viz.window import Window
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def draw_mask(
         window: a part to frame.
 
     Raises:
+        TypeError: an argument of another kind, ``ax`` that is no axes among them.
         ValueError: ``batch`` or ``head`` is not in the mask, or ``window`` reaches past it.
 
     >>> from matplotlib.figure import Figure
@@ -54,6 +55,8 @@ def draw_mask(
     >>> print(ax.get_title())
     mask of head 0: 2 x 2 blocks of 64 x 64 tokens
     """
+    arguments.check_axes(ax)
+    arguments.check_mask(mask)
     from matplotlib.patches import Patch, Rectangle
 
     mask = block_mask(mask).on_host()

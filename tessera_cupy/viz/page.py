@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
+from tessera_cupy.viz import arguments
 from tessera_cupy.viz.mask import draw_mask, head_name, mask_head
 from tessera_cupy.viz.pieces import runs_of, tiles_in
 from tessera_cupy.viz.tiles import draw_steps, draw_tile_key, draw_tiles
@@ -49,6 +50,8 @@ def mask_to_tiles(
         useful fractions in it are of the whole mask, all heads.
 
     Raises:
+        MissingExtraError: matplotlib is not installed.
+        TypeError: ``mask`` that is no mask.
         ValueError: ``batch`` or ``head`` is not in the mask, ``window`` reaches past it, or no
             mapping can be drawn.
 
@@ -57,6 +60,8 @@ def mask_to_tiles(
     >>> figure.get_suptitle()
     'From a mask to physical tiles'
     """
+    arguments.need_matplotlib()
+    arguments.check_mask(mask)
     from matplotlib.figure import Figure
 
     mask = block_mask(mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tessera_cupy.profile import Profile
-from tessera_cupy.viz import style
+from tessera_cupy.viz import arguments, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,12 +23,17 @@ def draw_profile(ax: Axes, profile: Profile) -> None:
         ax: where to draw.
         profile: what :meth:`tessera_cupy.Plan.profile` measured on a GPU.
 
+    Raises:
+        TypeError: an argument of another kind, ``ax`` that is no axes among them.
+
     >>> from matplotlib.figure import Figure
     >>> ax = Figure().subplots()
     >>> draw_profile(ax, Profile(True, 0.02, 0.05, 0.03, 0.0, 0.9, 0.0))
     >>> print(ax.get_title())
     a request of 1.000 ms: preparation 0.100 ms, 10.0%
     """
+    arguments.check_axes(ax)
+    arguments.check_kind("profile", profile, (Profile,), "pass plan.profile(q, k, v)")
     from matplotlib.patches import Patch
 
     on_host = ("select",) if profile.on_gpu else ("tiles", "tasks", "select")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tessera_cupy.errors import wrong
 from tessera_cupy.mapping.tiles import GROUP_ROWS, Tiles
 from tessera_cupy.masks import KeySlices
-from tessera_cupy.viz import area, style
+from tessera_cupy.viz import area, arguments, style
 from tessera_cupy.viz.mask import head_name, mask_head
 from tessera_cupy.viz.window import Window
 
@@ -54,6 +54,7 @@ def columns_of(tiles: Tiles, tile: int) -> Columns:
     >>> columns_of(tiles, 0).key[:3].tolist(), columns_of(tiles, 0).kind[:4].tolist()
     ([0, 2, 3], [3, 3, 3, -1])
     """
+    arguments.check_kind("tiles", tiles, (Tiles,), "pass plan.tiles(), or what map_mask returns")
     if not 0 <= tile < len(tiles):
         raise ValueError(wrong("tile", f"from 0 to {len(tiles) - 1}", tile, "pick one of them"))
     slot = tiles.shape.slot
@@ -96,6 +97,7 @@ def draw_slices(
         window: the part to draw; everything when None.
 
     Raises:
+        TypeError: an argument of another kind, ``ax`` that is no axes among them.
         ValueError: ``batch`` or ``head`` is not in the slices, or ``window`` reaches past them.
 
     >>> from matplotlib.figure import Figure
@@ -104,6 +106,9 @@ def draw_slices(
     >>> print(ax.get_title())
     key slices of head 0: 2 groups of 16 queries by single keys, density 0.500
     """
+    arguments.check_axes(ax)
+    fix = "make them with KeySlices.from_groups; draw_mask draws a BlockMask"
+    arguments.check_kind("slices", slices, (KeySlices,), fix)
     from matplotlib.patches import Patch
 
     number = mask_head(slices, batch, head)
@@ -176,6 +181,7 @@ def draw_gather(ax: Axes, tiles: Tiles, tile: int, *, steps: int = 2) -> None:
     >>> tiles = map_slices(KeySlices.from_groups([[1, 0, 1, 1]], 64), "retain", 64, 64)
     >>> draw_gather(Figure().subplots(), tiles, 0, steps=1)
     """
+    arguments.check_axes(ax)
     from matplotlib.collections import LineCollection
 
     columns = columns_of(tiles, tile)
@@ -234,6 +240,7 @@ def draw_columns(ax: Axes, tiles: Tiles, tile: int) -> None:
     >>> print(ax.get_title())
     tile 0: 1 steps of 64 columns, 3 of 64 hold a kept key
     """
+    arguments.check_axes(ax)
     columns = columns_of(tiles, tile)
     steps, wide = int(tiles.steps[tile]), tiles.shape.kv
     values = columns.kind.reshape(steps, wide) + 1

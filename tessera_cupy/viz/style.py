@@ -48,6 +48,8 @@ KINDS = (
 
 # Points from the axes to a legend below: tick labels and the axis label fit between.
 _DROP = 36.0
+# Points that a letter of a legend takes, and its handle with the space around it.
+_LETTER, _HANDLE = 5.6, 44.0
 
 
 def host(array: Any, name: str) -> NDArray[Any]:
@@ -76,30 +78,57 @@ def whole_numbers(axis: Any, most: int = 10) -> None:
     axis.set_major_locator(MaxNLocator(most, integer=True))
 
 
+def make_room(figure: Any) -> None:
+    """Lay a figure out so that legends beside its axes fit, unless the caller chose a layout.
+
+    Axes that the caller placed by hand stay where they are.
+    """
+    whole = figure.figure
+    placed = all(ax.get_subplotspec() is None for ax in whole.axes)
+    if whole.get_layout_engine() is None and not placed:
+        whole.set_layout_engine("constrained")
+
+
+def columns_that_fit(figure: Any, labels: Sequence[str], most: int) -> int:
+    """How many columns of a legend, ``most`` or fewer, a figure is wide enough for, about."""
+    wide = [_HANDLE + _LETTER * max(map(len, label.split("\n"))) for label in labels]
+    points = figure.bbox.width / figure.dpi * 72
+    for columns in range(min(most, len(wide)), 1, -1):
+        # As matplotlib fills them: one after another, the first ones longer by one.
+        parts = np.array_split(np.array(wide), columns)
+        if sum(part.max() for part in parts) <= points:
+            return columns
+    return 1
+
+
 def legend_below(
     ax: Axes, handles: Sequence[Any], columns: int, *, labels: Sequence[str] | None = None
 ) -> None:
     """A legend under the axes' labels, at one distance from the axes whatever their height.
 
+    A figure without a layout gets one in which it fits (:func:`make_room`).
+
     Args:
         ax: axes with tick labels and a label below.
         handles: what is explained; a tuple is drawn side by side.
-        columns: columns of the legend.
+        columns: columns of the legend; fewer where the figure is too narrow.
         labels: texts of the handles, where these have no labels of their own.
     """
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.transforms import ScaledTranslation
 
     page: Any = ax.figure
+    make_room(page)
+    texts = list(labels or [handle.get_label() for handle in handles])
     down = ScaledTranslation(0, -_DROP / 72, page.dpi_scale_trans)
     ax.legend(
         handles,
-        labels or [handle.get_label() for handle in handles],
+        texts,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="upper center",
         bbox_to_anchor=(0.5, 0.0),
         bbox_transform=ax.transAxes + down,
-        ncols=columns,
+        ncols=columns_that_fit(page, texts, columns),
         frameon=False,
         borderpad=0,
         borderaxespad=0,

@@ -14,7 +14,7 @@ from tessera_cupy.regimes import PlanSpec
 from tessera_cupy.regimes.naming import key_name
 from tessera_cupy.regimes.schema import AXES, Interval, Key
 from tessera_cupy.regimes.table import Table
-from tessera_cupy.viz import style
+from tessera_cupy.viz import arguments, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,6 +51,7 @@ def draw_table(
         at: a value of each other axis that the key has edges of.
 
     Raises:
+        TypeError: an argument of another kind, ``ax`` that is no axes among them.
         ValueError: no such key or axis, or an axis without a value in ``at``.
 
     >>> from matplotlib.figure import Figure
@@ -60,6 +61,9 @@ def draw_table(
     >>> print(ax.get_title())
     sm90, q<=32 uniform d<=64: first choice of each bucket (default)
     """
+    arguments.check_axes(ax)
+    fix = 'pass tessera_cupy.regimes.load_for("sm90"), or load_table(path)'
+    arguments.check_kind("table", table, (Table,), fix)
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch, Rectangle
 

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from tessera_cupy.cost import predict
 from tessera_cupy.errors import wrong
-from tessera_cupy.viz import style
+from tessera_cupy.plan import Plan
+from tessera_cupy.viz import arguments, style
 from tessera_cupy.viz.boxes import Boxes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from tessera_cupy.plan import Plan
 
 # Tasks that end and begin at one time may differ in the last digits.
 _ROUNDING = 1e-6
@@ -53,6 +53,7 @@ def draw_timeline(ax: Axes, plan: Plan, prediction: Placed | None = None) -> Non
             :func:`tessera_cupy.cost.predict`.
 
     Raises:
+        TypeError: an argument of another kind, ``ax`` that is no axes among them.
         ValueError: another number of tasks than the plan has, or as :func:`draw_tasks`.
 
     >>> from matplotlib.figure import Figure
@@ -61,6 +62,8 @@ def draw_timeline(ax: Axes, plan: Plan, prediction: Placed | None = None) -> Non
     >>> plan = make_plan(mask, ArraySpec((1, 1, 512, 128)), arch="sm_90a")
     >>> draw_timeline(Figure().subplots(), plan)
     """
+    arguments.check_axes(ax)
+    arguments.check_kind("plan", plan, (Plan,), "pass make_plan(mask, q, k, v)")
     tasks = plan.tasks()
     if prediction is None:
         prediction = predict(plan)
@@ -125,7 +128,7 @@ def draw_tasks(
         slots: how many slots there are; by default no more than have tasks.
 
     Raises:
-        TypeError: slots or heads that are no integers.
+        TypeError: slots or heads that are no integers, ``ax`` that is no axes.
         ValueError: no tasks, arrays that differ in length, a slot out of range, a task that ends
             before it begins, or two at once in a slot.
 
@@ -135,6 +138,7 @@ def draw_tasks(
     >>> print(ax.get_title())
     3 tasks on 2 slots: 4.000 ms, busiest / mean 1.33
     """
+    arguments.check_axes(ax)
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

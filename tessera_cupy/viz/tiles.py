@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tessera_cupy.errors import wrong
 from tessera_cupy.mapping.tiles import Tiles
-from tessera_cupy.viz import overview, style
+from tessera_cupy.viz import arguments, overview, style
 from tessera_cupy.viz.boxes import Boxes
-from tessera_cupy.viz.pieces import computing_halves, everything, pieces, runs_of, tiles_in
+from tessera_cupy.viz.pieces import Piece, computing_halves, everything, pieces, runs_of, tiles_in
 from tessera_cupy.viz.window import Window
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def draw_tiles(
             share and regroup; what is skipped is not drawn.
 
     Raises:
+        TypeError: an argument of another kind, ``ax`` that is no axes among them.
         ValueError: ``head`` is not in the tiles, or no query of them in ``window``.
 
     >>> from matplotlib.figure import Figure
@@ -50,6 +52,8 @@ def draw_tiles(
     >>> mask = BlockMask.from_dense([[1, 0], [1, 1]], (64, 64))
     >>> draw_tiles(ax, map_mask(mask, Mapping("retain", "pack"), 64, 128))
     """
+    arguments.check_axes(ax)
+    arguments.check_kind("tiles", tiles, (Tiles,), "pass plan.tiles(), or what map_mask returns")
     all_of_it = everything(tiles, head)
     ax.set_xlabel("key (tokens)")
     ax.set_ylabel("query (tokens)")
@@ -85,6 +89,7 @@ def draw_steps(
     head: int = 0,
     window: Window | None = None,
     skips: bool = False,
+    key_block: int | None = None,
 ) -> None:
     """Draw the physical tiles: a line for each tile, its steps side by side.
 
@@ -99,9 +104,13 @@ def draw_steps(
         head: mask head, as ``tiles.tile_head`` counts them.
         window: draw the steps that load keys of this part of the mask; all when None.
         skips: as in :func:`draw_tiles`; what is skipped stays white.
+        key_block: keys of a block: active parts have the number of their key block written in
+            them, as ``3``, or ``3-4`` over several, in place of their step's.
 
     Raises:
-        ValueError: ``head`` is not in the tiles, or no query of them in ``window``.
+        TypeError: an argument of another kind, ``ax`` that is no axes among them.
+        ValueError: ``head`` is not in the tiles, or no query of them in ``window``, or
+            ``key_block`` below 1.
 
     >>> from matplotlib.figure import Figure
     >>> from tessera_cupy.mapping import Mapping, map_mask
@@ -110,6 +119,10 @@ def draw_steps(
     >>> mask = BlockMask.from_dense([[1, 0], [1, 1]], (64, 64))
     >>> draw_steps(ax, map_mask(mask, Mapping("retain", "pack"), 64, 128))
     """
+    if key_block is not None and key_block < 1:
+        raise ValueError(wrong("key_block", "at least 1 key", key_block, "pass mask.block_size[1]"))
+    arguments.check_axes(ax)
+    arguments.check_kind("tiles", tiles, (Tiles,), "pass plan.tiles(), or what map_mask returns")
     all_of_it = everything(tiles, head)
     shape = tiles.shape
     ax.set_xlabel(f"columns of the steps, {shape.kv} each (keys)")
@@ -120,6 +133,7 @@ def draw_steps(
         return
     window = window or all_of_it
     steps, issued, work = Boxes(), Boxes(), Boxes()
+    labels: list[str] = []
     chosen = tiles_in(tiles, head, window)
     for line, tile in enumerate(chosen):
         halves = computing_halves(tiles, tile, skips)
@@ -139,14 +153,23 @@ def draw_steps(
                 for top, bottom, member in piece.bands:
                     if member:
                         work.add(left, above + top, piece.length, bottom - top, piece.step)
+                        labels.append(_label(piece, key_block))
     high = max(len(chosen), 1) * shape.q
     wide = max(window.kv1 - window.kv0, steps.right)
     issued.hatch(ax)
     work.fill(ax)
     steps.outline(ax)
-    work.number(ax, wide, high)
+    work.number(ax, wide, high, labels)
     ax.set_xlim(0, wide)
     ax.set_ylim(high, 0)
+
+
+def _label(piece: Piece, key_block: int | None) -> str:
+    """A piece's step, or the key blocks that it is in."""
+    if key_block is None:
+        return str(piece.step)
+    first, last = piece.kv0 // key_block, (piece.kv0 + piece.length - 1) // key_block
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def draw_tile_key(ax: Axes, *, skips: bool = False) -> None:
@@ -162,6 +185,7 @@ def draw_tile_key(ax: Axes, *, skips: bool = False) -> None:
     >>> len(ax.get_legend().get_texts())
     2
     """
+    arguments.check_axes(ax)
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 

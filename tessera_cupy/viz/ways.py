@@ -12,6 +12,7 @@ from tessera_cupy.mapping.q_side import largest_q_block
 from tessera_cupy.mapping.tiles import GROUP_ROWS, Tiles
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
+from tessera_cupy.viz.arguments import check_mask
 from tessera_cupy.viz.pieces import skips_steps
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def tile_each_way(mask: BlockMask | KeySlices, plan: PlanSpec | None = None) -> 
     >>> [(way.mapping.name, way.useful) for way in tile_each_way(mask)][:3]
     [('retain-retain', 1.0), ('retain-retain', 0.5), ('retain-merge', 0.5)]
     """
+    check_mask(mask)
     mask = block_mask(mask)
     largest = (largest_q_block(mask), largest_kv_block(mask))
     bq, bkv = (-(-size // GROUP_ROWS) * GROUP_ROWS for size in largest)

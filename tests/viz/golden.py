@@ -116,6 +116,8 @@ def draw(name: str, path: Path) -> None:
         matplotlib.rcParams["font.family"] = "DejaVu Sans"
         figure = Figure(figsize=_WIDE if name == "grid" else _SIZE, dpi=_DPI)
         CASES[name](figure)
+        # Without texts the same layout in all versions.
+        figure.set_layout_engine("none")
         for ax in figure.axes:
             for text in list(ax.texts):
                 text.remove()

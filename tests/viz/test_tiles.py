@@ -465,3 +465,14 @@ def test_a_window_beyond_is_refused(ax: Any) -> None:
 def test_a_window_holds_tokens(edges: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="`window`: expected tokens from 0 on"):
         viz.Window(*edges)
+
+
+def test_steps_say_which_key_blocks_they_hold(ax: Any) -> None:
+    mask = BlockMask.from_dense([[1, 0, 1, 1]], (16, 16))
+    viz.draw_steps(ax, map_mask(mask, Mapping("retain", "pack"), 16, 32), key_block=16)
+    assert sorted(text.get_text() for text in ax.texts) == ["0", "2", "3"]
+    ax.clear()
+    viz.draw_steps(ax, map_mask(mask, Mapping("retain", "pack"), 16, 32), key_block=8)
+    assert sorted(text.get_text() for text in ax.texts) == ["0-1", "4-5", "6-7"]
+    with pytest.raises(ValueError, match="`key_block`: expected at least 1 key, got 0"):
+        viz.draw_steps(ax, map_mask(mask, Mapping("retain", "pack"), 16, 32), key_block=0)
