@@ -258,29 +258,48 @@ def test_plan_takes_grouped_heads(mask_file: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("regime", "part"),
+    ("regime", "part", "fix"),
     [
-        ("foo", "expected kernel/q<rows>k<columns>/<q mapping>-<kv mapping>/<organization>"),
-        ("attend_mna/q64k64/retain-pack/rows", "`kernel`: expected one of attend_mma, "),
-        ("attend_mma/q60k64/retain-pack/rows", "`tile_q`: expected a multiple of 8"),
-        ("attend_mma/q64k64/foo-pack/rows", "`q`: expected one of retain, merge, "),
-        ("attend_mma/q64k64/retain-foo/rows", "`kv`: expected one of retain, merge, "),
-        ("attend_mma/q64k64/retain-pack/foo", "'foo'"),
+        ("foo", "expected kernel/q<rows>k<columns>/<q mapping>-<kv mapping>", "take auto, or name"),
+        (
+            "attend_mna/q64k64/retain-pack/rows",
+            "`kernel`: expected one of attend_mma, ",
+            "did you mean attend_mma/q64k64/retain-pack/rows?",
+        ),
+        (
+            "attend_mma/q64k64/retian-pack/longest+split",
+            "`q`: expected one of retain, merge, ",
+            "did you mean attend_mma/q64k64/retain-pack/longest+split?",
+        ),
+        # The tile is no part to correct by itself: the nearest plan of the table.
+        (
+            "attend_mma/q60k64/retain-pack/longest+split",
+            "`tile_q`: expected a multiple of 8",
+            "did you mean attend_mma/q64k64/retain-pack/longest+split?",
+        ),
+        (
+            "attend_mma/q64k64/retain-pack",
+            "expected kernel/q<rows>k<columns>/<q mapping>-<kv mapping>",
+            "did you mean attend_mma/q64k64/retain-pack/longest+split?",
+        ),
     ],
 )
-def test_plan_lists_the_plans_for_a_name_that_is_none(
-    regime: str, part: str, mask_file: Path, capsys: Capture
+def test_plan_names_the_nearest_plan_for_a_name_that_is_none(
+    regime: str, part: str, fix: str, mask_file: Path, capsys: Capture
 ) -> None:
+    assert "attend_mma/q64k64/retain-pack/longest+split" in {
+        p.name for p in load_for("sm89").plans()
+    }
     arguments = ["plan", "--mask", str(mask_file), "--block", "64", "64", "--arch", "sm_89"]
     line = one_line_error([*arguments, "--regime", regime], capsys)
-    assert line.startswith("tessera-cupy: `--regime`: expected auto or a plan's name")
-    assert f"got '{regime}' (" in line
-    got, _, fix = line.partition(". Fix: ")
-    assert part in got.split(f"'{regime}' (")[1]
-    assert "regroup" in fix
-    assert "Fix: " not in fix
-    for spec in load_for("sm89").plans():
-        assert spec.name in line
+    assert line.startswith("tessera-cupy: `--regime`: expected ")
+    assert f"got '{regime}'" in line
+    assert part in line
+    advice = line.partition(". Fix: ")[2]
+    assert advice.startswith(fix)
+    assert advice.endswith(" `tessera-cupy plans show sm89` lists all.")
+    assert "Fix: " not in advice
+    assert len(line) < 350
 
 
 @pytest.mark.parametrize(
