@@ -548,7 +548,7 @@ def test_build_without_nvrtc_is_one_error(
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.setattr(toolchain, "load", toolchain.load.__wrapped__)
     line = one_line_error(["cache", "build", "--arch", "sm_80"], capsys)
-    assert "tessera-cupy[cuda12]" in line
+    assert "pip install '.[cuda12]' in the project's folder" in line
 
 
 def test_filters_keep_what_a_request_can_lead_to() -> None:

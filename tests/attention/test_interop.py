@@ -324,7 +324,7 @@ def fake_cupy(devices: Any, driver: int = 12_090, status: int = 100) -> Any:
 @pytest.mark.parametrize(
     ("cupy", "part"),
     [
-        (None, r"not installed.*tessera-cupy\[cuda12\]"),
+        (None, r"not installed.*pip install '\.\[cuda12\]' in the project's folder"),
         (fake_cupy(0), r"shows no GPU \(no device\).*Fix: .*nvidia-smi.*CUDA_VISIBLE_DEVICES"),
         (fake_cupy("ErrorNoDevice"), r"shows no GPU \(ErrorNoDevice\).*Fix: .*nvidia-smi"),
         (
