@@ -511,3 +511,13 @@ def test_planning_leaves_the_mapping_for_later(monkeypatch: pytest.MonkeyPatch) 
     plan = make_plan(MASK, SPEC)
     with pytest.raises(TypeError):
         plan.tiles()
+
+
+def test_a_dtype_without_kernels_is_planned_as_if_it_were_float16() -> None:
+    spec = ArraySpec((1, 4, 100, 64), "float32")
+    text = make_plan(MASK, spec, ArraySpec((1, 2, 150, 64), "float32"), arch="sm_90a").explain()
+    kernel, runs_on = (row for row in text.splitlines() if row.startswith(("kernel ", "runs on ")))
+    assert " (as if float16): " in kernel
+    assert "the CPU, since no kernel takes float32" in runs_on
+    text = make_plan(MASK, SPEC, ArraySpec(K.shape, "float16"), arch="sm_90a").explain()
+    assert "as if" not in text
