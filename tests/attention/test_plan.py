@@ -74,6 +74,22 @@ def test_arrays_of_another_geometry_are_refused(case: Any, change: Any, parts: A
         assert part in str(caught.value)
 
 
+def test_another_number_of_heads_is_not_the_plans(case: Any) -> None:
+    """Three query heads over two KV heads: no advice to repeat these, which would not help."""
+    q, k, v = case(MASK, kv_heads=2).arrays
+    plan = make_plan(MASK, q, k, v)
+    expected = r"^`q`: expected the plan's 2 heads, got {} heads\. Fix: make a new plan\.$"
+    for heads in (1, 3):
+        wrong = np.resize(q, (q.shape[0], heads, *q.shape[2:]))
+        with pytest.raises(ValueError, match=expected.format(heads)):
+            plan.run(wrong, k, v)
+    with pytest.raises(ValueError, match=r"^`k`: expected the plan's 2 heads, got 0 heads"):
+        plan.run(q, k[:, :0], v[:, :0])
+    # Other arrays are refused as ever.
+    with pytest.raises(ValueError, match=r"^`v`: expected k's shape"):
+        plan.run(q, k, v[:, :1])
+
+
 def test_arrays_of_another_length_or_layout_are_refused(case: Any) -> None:
     plan = make_plan(MASK, *case(MASK, kv_heads=2).arrays)
     square = BlockMask.from_dense(np.ones((2, 2), bool), (64, 64), (100, 100))
