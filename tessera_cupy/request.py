@@ -281,7 +281,8 @@ def _length_fix(mask: BlockMask, lengths: tuple[int, int]) -> str:
         0 < have - want < b
         for have, want, b in zip(mask.shape, lengths, mask.block_size, strict=True)
     ):
-        return f"build the mask with shape={lengths}"
+        grid = "where a rule made it, give the rule the grid of these tokens"
+        return f"build the mask with shape={lengths}; {grid}"
     if mask.num_blocks == lengths:
         rows, columns = mask.block_size
         return f"{TOKEN_MASK}(mask, ({rows}, {columns}))"

@@ -45,6 +45,13 @@ def test_a_mask_for_another_length_names_both(tokens: int, built_for: int) -> No
     refused(ValueError, str(tokens), str(built_for), q=zeros(1, 1, built_for, 64), k=q, mask=mask)
 
 
+def test_a_mask_of_whole_blocks_is_told_the_tokens() -> None:
+    mask = BlockMask.from_dense(np.ones((2, 2), bool), (64, 64))
+    q = zeros(1, 1, 100, 64)
+    refused(ValueError, "build the mask with shape=(100, 100); where a rule made it, give the rule "
+            "the grid of these tokens.", q=q, k=q, mask=mask)  # fmt: skip
+
+
 def test_a_mask_declared_in_other_blocks() -> None:
     blocks = np.ones((20, 20), bool)
     with pytest.raises(ValueError, match=r"(?s)1280.*10 blocks"):
