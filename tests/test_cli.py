@@ -458,7 +458,9 @@ def test_cache_from_build_to_clear(cache_dir: Path, capsys: Capture) -> None:
     kernels = run_json(["cache", "status"], capsys)["kernels"]
     assert [(kernel["arch"], kernel["current"]) for kernel in kernels] == [("sm_80", True)] * 2
     assert main(["cache", "status"]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sm_80 ")]
+    text = capsys.readouterr().out
+    assert "cache build" not in text
+    (row,) = [line for line in text.splitlines() if line.startswith("sm_80 ")]
     assert row.split()[1:4] == ["2", "2", "0"]
 
     assert run_json(["cache", "verify"], capsys)["damaged"] == {}
@@ -579,6 +581,7 @@ def test_status_promises_only_what_it_looks_at(cache_dir: Path, capsys: Capture)
     assert heading.split()[1] == "built"
     assert "usable" not in text
     assert "tessera-cupy cache verify" in text
+    assert "None is built for this release: tessera-cupy cache build --arch " in text
 
 
 # Output
