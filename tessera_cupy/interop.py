@@ -171,10 +171,7 @@ def _no_gpu(runtime: Any, error: Exception | None) -> str:
     else:
         reason = f"the NVIDIA driver shows no GPU ({error or 'no device'})"
         fix = "see what nvidia-smi lists, and what CUDA_VISIBLE_DEVICES hides"
-    return (
-        f"No CUDA GPU can be used here: {reason}. Fix: {fix}. NumPy arrays run on the CPU "
-        "meanwhile."
-    )
+    return f"No CUDA GPU can be used here: {reason}. Fix: {fix}."
 
 
 def _dotted(version: int) -> str:

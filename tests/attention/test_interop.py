@@ -329,7 +329,7 @@ def fake_cupy(devices: Any, driver: int = 12_090, status: int = 100) -> Any:
         (fake_cupy("ErrorNoDevice"), r"shows no GPU \(ErrorNoDevice\).*Fix: .*nvidia-smi"),
         (
             fake_cupy("driver is insufficient", driver=0, status=35),
-            r"here: there is no NVIDIA driver on this machine\. Fix: install.*NumPy arrays run",
+            r"here: there is no NVIDIA driver on this machine\. Fix: install the driver\.$",
         ),
         (
             fake_cupy("driver is insufficient", driver=11_080, status=35),
