@@ -323,6 +323,14 @@ def test_plan_names_the_option_that_is_wrong(
     assert line.startswith(f"tessera-cupy: {start}")
 
 
+def test_plan_takes_a_tables_name_for_its_architecture(mask_file: Path, capsys: Capture) -> None:
+    asked = ["plan", "--mask", str(mask_file), "--block", "64", "64", "--arch", "sm90"]
+    assert run_json(asked, capsys)["arch"] == "sm_90a"
+    line = one_line_error([*asked[:-1], "h100"], capsys)
+    assert "`--arch`: expected one of sm_80, " in line
+    assert "got 'h100'" in line
+
+
 def test_plan_without_a_gpu_or_arch(mask_file: Path, no_gpu: None, capsys: Capture) -> None:
     assert main(["plan", "--mask", str(mask_file), "--block", "64", "64"]) == 0
     assert " for sm_90a\n" in capsys.readouterr().out

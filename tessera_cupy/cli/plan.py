@@ -67,7 +67,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument(
         "--arch",
-        help=f"of {', '.join(ARCHS)} (default: that of the GPU here, {HOST_ARCH} without one)",
+        help=f"of {', '.join(ARCHS)}, or a table's name, as sm90 "
+        f"(default: that of the GPU here, {HOST_ARCH} without one)",
     )
     parser.add_argument(
         "--regime",
