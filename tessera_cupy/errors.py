@@ -55,3 +55,14 @@ def wrong(argument: str, expected: str, got: object, fix: str) -> str:
     '`q`: expected a 4-D array, got shape (3, 4). Fix: add batch and head axes.'
     """
     return f"`{argument}`: expected {expected}, got {got}. Fix: {fix.rstrip('.')}."
+
+
+def install(extra: str) -> str:
+    """The command that adds an optional extra, for an error's advice.
+
+    The folder is named since an index may not have the package, however it was installed here.
+
+    >>> install("cuda12")
+    "pip install '.[cuda12]' in the project's folder"
+    """
+    return f"pip install '.[{extra}]' in the project's folder"

@@ -196,7 +196,7 @@ def _facts(plan: Plan, s: dict[str, Any]) -> list[tuple[str, str]]:
         *keys,
         ("organization", f"{organization.name}: {'; '.join(order) or 'row order'}"),
         ("tasks", f"{s['tasks']:,}, {s['split_tiles']:,} tiles split"),
-        ("kernel", f"{s['kernel']['name']}: {s['kernel']['why']}"),
+        ("kernel", f"{s['kernel']['name']}{_as_if(plan)}: {s['kernel']['why']}"),
         ("runs on", _runs_on(r["dtype"], s["arch"])),
         (
             "work",
@@ -238,6 +238,12 @@ def _why(plan: Plan) -> str:
     by_rule = answer is not None and answer.origin == "rule"
     axes = [] if by_rule else bucketed_axes(plan.choice.regime)
     return f"(one reason for every {' and '.join(axes)}) {why}" if axes else why
+
+
+def _as_if(plan: Plan) -> str:
+    """What a kernel's name has in place of a dtype that no kernel takes."""
+    dtype, planned = plan.request.dtype, plan.request.kernel_dtype
+    return "" if dtype == planned else f" (as if {planned})"
 
 
 def _runs_on(dtype: str, arch: str) -> str:

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera_cupy.errors import NoGpuError, wrong
+from tessera_cupy.errors import NoGpuError, install, wrong
 
 #: Element types that the kernels compute in.
 GPU_DTYPES = ("float16", "bfloat16")
@@ -146,7 +146,7 @@ def import_cupy() -> Any:
     except ImportError as error:
         raise NoGpuError(
             "CuPy is not installed, so nothing can run on a GPU. Install the extra that fits the "
-            "driver: pip install 'tessera-cupy[cuda12]' or 'tessera-cupy[cuda13]'."
+            f"driver, cuda12 or cuda13: {install('cuda12')}."
         ) from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -171,10 +171,7 @@ def _no_gpu(runtime: Any, error: Exception | None) -> str:
     else:
         reason = f"the NVIDIA driver shows no GPU ({error or 'no device'})"
         fix = "see what nvidia-smi lists, and what CUDA_VISIBLE_DEVICES hides"
-    return (
-        f"No CUDA GPU can be used here: {reason}. Fix: {fix}. NumPy arrays run on the CPU "
-        "meanwhile."
-    )
+    return f"No CUDA GPU can be used here: {reason}. Fix: {fix}."
 
 
 def _dotted(version: int) -> str:

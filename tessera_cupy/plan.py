@@ -142,9 +142,7 @@ class Plan:
             ValueError: arrays of another geometry, device or architecture than the plan's, or a
                 capture before the plan's first run on the GPU.
         """
-        r = self.request
-        call = checked(self.mask, q, k, v, out, layout=r.layout, arch=r.arch)
-        self._check_request(call)
+        call = self._checked(q, k, v, out)
         return self.run_checked(call, q, k, v, sm_scale, out, return_lse, stream)
 
     def profile(self, q: Any, k: Any, v: Any, *, runs: int = 7) -> Profile:
@@ -165,8 +163,7 @@ class Plan:
             ValueError: arrays in host memory, or as in :meth:`run`; a stream that is capturing.
         """
         r = self.request
-        call = checked(self.mask, q, k, v, None, layout=r.layout, arch=r.arch)
-        self._check_request(call)
+        call = self._checked(q, k, v, None)
         device = call.device
         if device is None:
             raise ValueError(
@@ -288,9 +285,16 @@ class Plan:
             result = interop.returned(result, q)
         return (result, interop.returned(lse, q)) if return_lse else result
 
-    def _check_request(self, call: Call) -> None:
-        """Refuse arrays of another geometry."""
+    def _checked(self, q: Any, k: Any, v: Any, out: Any) -> Call:
+        """The call with these arrays; those of another geometry are refused."""
         r = self.request
+        try:
+            call = checked(self.mask, q, k, v, out, layout=r.layout, arch=r.arch)
+        except ValueError:
+            # Heads that fit neither each other nor the mask may just not be the plan's.
+            for name, array, planned in (("q", q, r.q_shape), ("k", k, r.kv_shape)):
+                _check_heads(name, tuple(getattr(array, "shape", ())), planned, r.layout.index("H"))
+            raise
         if call.request is not r and call.request != r:
             raise ValueError(
                 wrong(
@@ -300,6 +304,7 @@ class Plan:
                     "make a new plan",
                 )
             )
+        return call
 
     def _check_device(self, device: int) -> None:
         """Refuse a GPU that is not the mask's or not of the plan's architecture."""
@@ -383,6 +388,15 @@ def checked_scale(sm_scale: float | None, head_dim: int) -> float:
             wrong("sm_scale", "a finite float32 number", repr(sm_scale), "pass a float")
         )
     return float(scale)
+
+
+def _check_heads(name: str, shape: tuple[int, ...], planned: tuple[int, ...], axis: int) -> None:
+    """Refuse a shape that differs from the plan's in nothing but the number of heads."""
+    if len(shape) != 4 or shape[axis] == planned[axis]:
+        return
+    if shape[:axis] + shape[axis + 1 :] == planned[:axis] + planned[axis + 1 :]:
+        expected, got = f"the plan's {planned[axis]} heads", f"{shape[axis]} heads"
+        raise ValueError(wrong(name, expected, got, "make a new plan"))
 
 
 def _of_cupy(array: Any) -> bool:

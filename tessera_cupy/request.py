@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tessera_cupy import interop
 from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks.geometry import TOKEN_MASK
 
 if TYPE_CHECKING:
     from tessera_cupy.kernels.arch import Arch
@@ -171,9 +172,7 @@ def make_request(
         ValueError: shapes that do not fit; TypeError: dtypes that no kernel takes.
     """
     if not isinstance(mask, BlockMask):
-        fix = "build one, for example with BlockMask.from_dense(mask, (64, 64))"
-        if hasattr(mask, "mask"):  # what a rule returns
-            fix = "pass its .mask, and q, k and v in its orders"
+        fix = _no_mask_fix(mask, q, k, layout)
         raise TypeError(wrong("mask", "a BlockMask or KeySlices", type(mask).__name__, fix))
     for array in (q, k, v):
         if array is not None and not isinstance(array, ArraySpec):
@@ -236,6 +235,24 @@ def make_request(
     return Request(arch, batch, q_heads, kv_heads, sq, skv, head_dim, dtype, layout)
 
 
+def _no_mask_fix(mask: Any, q: Any, k: Any, layout: str) -> str:
+    """What to do with something else than a mask, by what it looks like."""
+    if mask is None:
+        return (
+            "for dense attention, BlockMask.from_dense(np.ones((nq, nk), bool), (64, 64), "
+            "shape=(sq, skv)) with as many blocks as the tokens need"
+        )
+    if hasattr(mask, "mask"):  # what a rule returns
+        return "pass its .mask, and q, k and v in its orders"
+    have = tuple(getattr(mask, "shape", ()))[-2:]
+    shapes = [tuple(getattr(array, "shape", ())) for array in (q, q if k is None else k)]
+    if layout in LAYOUTS and all(len(shape) == 4 for shape in shapes):
+        axis = layout.index("S")
+        if have == tuple(shape[axis] for shape in shapes):
+            return f"{TOKEN_MASK}(mask, (64, 64))"
+    return "build one, for example with BlockMask.from_dense(mask, (64, 64))"
+
+
 def _head_dim_fix(head_dim: int) -> str:
     if head_dim < 1:
         return "give each token at least 8 elements; the last axis is the head dim"
@@ -264,7 +281,11 @@ def _length_fix(mask: BlockMask, lengths: tuple[int, int]) -> str:
         0 < have - want < b
         for have, want, b in zip(mask.shape, lengths, mask.block_size, strict=True)
     ):
-        return f"build the mask with shape={lengths}"
+        grid = "where a rule made it, give the rule the grid of these tokens"
+        return f"build the mask with shape={lengths}; {grid}"
+    if mask.num_blocks == lengths:
+        rows, columns = mask.block_size
+        return f"{TOKEN_MASK}(mask, ({rows}, {columns}))"
     return "build the mask for these lengths"
 
 

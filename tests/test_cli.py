@@ -258,29 +258,48 @@ def test_plan_takes_grouped_heads(mask_file: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("regime", "part"),
+    ("regime", "part", "fix"),
     [
-        ("foo", "expected kernel/q<rows>k<columns>/<q mapping>-<kv mapping>/<organization>"),
-        ("attend_mna/q64k64/retain-pack/rows", "`kernel`: expected one of attend_mma, "),
-        ("attend_mma/q60k64/retain-pack/rows", "`tile_q`: expected a multiple of 8"),
-        ("attend_mma/q64k64/foo-pack/rows", "`q`: expected one of retain, merge, "),
-        ("attend_mma/q64k64/retain-foo/rows", "`kv`: expected one of retain, merge, "),
-        ("attend_mma/q64k64/retain-pack/foo", "'foo'"),
+        ("foo", "expected kernel/q<rows>k<columns>/<q mapping>-<kv mapping>", "take auto, or name"),
+        (
+            "attend_mna/q64k64/retain-pack/rows",
+            "`kernel`: expected one of attend_mma, ",
+            "did you mean attend_mma/q64k64/retain-pack/rows?",
+        ),
+        (
+            "attend_mma/q64k64/retian-pack/longest+split",
+            "`q`: expected one of retain, merge, ",
+            "did you mean attend_mma/q64k64/retain-pack/longest+split?",
+        ),
+        # The tile is no part to correct by itself: the nearest plan of the table.
+        (
+            "attend_mma/q60k64/retain-pack/longest+split",
+            "`tile_q`: expected a multiple of 8",
+            "did you mean attend_mma/q64k64/retain-pack/longest+split?",
+        ),
+        (
+            "attend_mma/q64k64/retain-pack",
+            "expected kernel/q<rows>k<columns>/<q mapping>-<kv mapping>",
+            "did you mean attend_mma/q64k64/retain-pack/longest+split?",
+        ),
     ],
 )
-def test_plan_lists_the_plans_for_a_name_that_is_none(
-    regime: str, part: str, mask_file: Path, capsys: Capture
+def test_plan_names_the_nearest_plan_for_a_name_that_is_none(
+    regime: str, part: str, fix: str, mask_file: Path, capsys: Capture
 ) -> None:
+    assert "attend_mma/q64k64/retain-pack/longest+split" in {
+        p.name for p in load_for("sm89").plans()
+    }
     arguments = ["plan", "--mask", str(mask_file), "--block", "64", "64", "--arch", "sm_89"]
     line = one_line_error([*arguments, "--regime", regime], capsys)
-    assert line.startswith("tessera-cupy: `--regime`: expected auto or a plan's name")
-    assert f"got '{regime}' (" in line
-    got, _, fix = line.partition(". Fix: ")
-    assert part in got.split(f"'{regime}' (")[1]
-    assert "regroup" in fix
-    assert "Fix: " not in fix
-    for spec in load_for("sm89").plans():
-        assert spec.name in line
+    assert line.startswith("tessera-cupy: `--regime`: expected ")
+    assert f"got '{regime}'" in line
+    assert part in line
+    advice = line.partition(". Fix: ")[2]
+    assert advice.startswith(fix)
+    assert advice.endswith(" `tessera-cupy plans show sm89` lists all.")
+    assert "Fix: " not in advice
+    assert len(line) < 350
 
 
 @pytest.mark.parametrize(
@@ -302,6 +321,14 @@ def test_plan_names_the_option_that_is_wrong(
 ) -> None:
     line = one_line_error(["plan", "--mask", str(mask_file), *options], capsys)
     assert line.startswith(f"tessera-cupy: {start}")
+
+
+def test_plan_takes_a_tables_name_for_its_architecture(mask_file: Path, capsys: Capture) -> None:
+    asked = ["plan", "--mask", str(mask_file), "--block", "64", "64", "--arch", "sm90"]
+    assert run_json(asked, capsys)["arch"] == "sm_90a"
+    line = one_line_error([*asked[:-1], "h100"], capsys)
+    assert "`--arch`: expected one of sm_80, " in line
+    assert "got 'h100'" in line
 
 
 def test_plan_without_a_gpu_or_arch(mask_file: Path, no_gpu: None, capsys: Capture) -> None:
@@ -439,7 +466,9 @@ def test_cache_from_build_to_clear(cache_dir: Path, capsys: Capture) -> None:
     kernels = run_json(["cache", "status"], capsys)["kernels"]
     assert [(kernel["arch"], kernel["current"]) for kernel in kernels] == [("sm_80", True)] * 2
     assert main(["cache", "status"]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sm_80 ")]
+    text = capsys.readouterr().out
+    assert "cache build" not in text
+    (row,) = [line for line in text.splitlines() if line.startswith("sm_80 ")]
     assert row.split()[1:4] == ["2", "2", "0"]
 
     assert run_json(["cache", "verify"], capsys)["damaged"] == {}
@@ -529,7 +558,7 @@ def test_build_without_nvrtc_is_one_error(
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.setattr(toolchain, "load", toolchain.load.__wrapped__)
     line = one_line_error(["cache", "build", "--arch", "sm_80"], capsys)
-    assert "tessera-cupy[cuda12]" in line
+    assert "pip install '.[cuda12]' in the project's folder" in line
 
 
 def test_filters_keep_what_a_request_can_lead_to() -> None:
@@ -560,6 +589,7 @@ def test_status_promises_only_what_it_looks_at(cache_dir: Path, capsys: Capture)
     assert heading.split()[1] == "built"
     assert "usable" not in text
     assert "tessera-cupy cache verify" in text
+    assert "None is built for this release: tessera-cupy cache build --arch " in text
 
 
 # Output

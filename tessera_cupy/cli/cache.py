@@ -218,6 +218,9 @@ def _status(args: argparse.Namespace, output: Output) -> int:
         )
     title = Text(f"{cache.root}: {len(entries)} kernels, {size(total)}", style="italic")
     note = Text("Counted by name, not read: tessera-cupy cache verify checks the contents.")
+    if not current:
+        build = "tessera-cupy cache build --arch sm_90a, or another"
+        note.append(f"\nNone is built for this release: {build}, compiles ahead of time.")
     text = Group(title, table, note)
     output.show({"folder": cache.root, "bytes": total, "kernels": kernels}, text)
     return 0

@@ -19,7 +19,7 @@ from rich.text import Text
 from tessera_cupy import __version__
 from tessera_cupy.cli import gpu
 from tessera_cupy.cli.output import Commands, Output, add_json, facts, size
-from tessera_cupy.errors import TesseraError
+from tessera_cupy.errors import TesseraError, install
 
 #: Distributions whose versions matter to a report; only their metadata is read.
 PACKAGES = (
@@ -174,9 +174,9 @@ def _advice(report: Mapping[str, Any]) -> list[str]:
         advice.append(f"No GPU: {', '.join(works)} work, the kernels do not.")
     elif not installed:
         extra = "cuda12" if _failed(driver) or float(driver["cuda"]) < 13 else "cuda13"
-        advice.append(f"To use the GPU: pip install 'tessera-cupy[{extra}]'.")
+        advice.append(f"To use the GPU: {install(extra)}.")
     if _failed(report["nvrtc"]):
-        advice.append("To compile kernels: pip install 'tessera-cupy[cuda12]' (or cuda13).")
+        advice.append(f"To compile kernels: {install('cuda12')} (or cuda13).")
     return advice
 
 

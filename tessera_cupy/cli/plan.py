@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +67,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument(
         "--arch",
-        help=f"of {', '.join(ARCHS)} (default: that of the GPU here, {HOST_ARCH} without one)",
+        help=f"of {', '.join(ARCHS)}, or a table's name, as sm90 "
+        f"(default: that of the GPU here, {HOST_ARCH} without one)",
     )
     parser.add_argument(
         "--regime",
@@ -131,25 +133,20 @@ def named_options(options: Mapping[str, str]) -> Iterator[None]:
 
 
 def _check_regime(name: str, table: str) -> None:
-    """Refuse a name that no plan has: which part is wrong, and what the profile table ranks."""
-    from tessera_cupy.mapping.kv_side import KvSide
-    from tessera_cupy.mapping.q_side import QSide
+    """Refuse a name that no plan has: which part is wrong, and which plan's name is near."""
     from tessera_cupy.regimes import PlanSpec, load_for
+    from tessera_cupy.regimes.plan_spec import nearest
 
     if name == "auto":
         return
     try:
-        PlanSpec.parse(name)
+        PlanSpec.parse(name, argument="regime")
     except ValueError as error:
-        plans = ", ".join(plan.name for plan in load_for(table).plans())
-        expected = "auto or a plan's name, kernel/tile/mapping/organization"
-        reason = str(error).partition(". Fix: ")[0]
-        fix = (
-            f"take auto, or a plan of the table {table}: {plans}. Plans that it does not rank may "
-            f"be named too; mappings are of {', '.join(get_args(QSide))} for Q and "
-            f"{', '.join(get_args(KvSide))} for KV"
-        )
-        raise ValueError(wrong("regime", expected, f"{name!r} ({reason})", fix)) from error
+        ranked = [plan.name for plan in load_for(table).plans()]
+        near = nearest(name) or next(iter(difflib.get_close_matches(name, ranked, 1)), None)
+        meant = f"did you mean {near}?" if near else "take auto, or name a plan:"
+        fix = f"{meant} `tessera-cupy plans show {table}` lists all"
+        raise ValueError(f"{str(error).partition('. Fix: ')[0]}. Fix: {fix}.") from error
 
 
 def _arch_here() -> str | None:

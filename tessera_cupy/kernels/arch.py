@@ -57,14 +57,17 @@ ARCHS: dict[str, Arch] = {arch.name: arch for arch in _TABLE}
 def get_arch(name: str) -> Arch:
     """Look an architecture up by its name, or by that of a capability that it serves.
 
+    Both may lack the ``_``, so the name of a profile table is one, too.
+
     Raises:
         ValueError: no architecture of that name has kernels; the message lists those that have.
 
-    >>> get_arch("sm_90").name, get_arch("sm_87").name
-    ('sm_90a', 'sm_80')
+    >>> get_arch("sm_90").name, get_arch("sm_87").name, get_arch("sm90").name
+    ('sm_90a', 'sm_80', 'sm_90a')
     """
     for arch in ARCHS.values():
-        if name in (arch.name, *(f"sm_{major}{minor}" for major, minor in arch.capabilities)):
+        names = [arch.name, *(f"sm_{major}{minor}" for major, minor in arch.capabilities)]
+        if name in names or name in [known.replace("_", "") for known in names]:
             return arch
     known = ", ".join(ARCHS)
     raise ValueError(wrong("arch", f"one of {known}", repr(name), "name one of them"))

@@ -9,9 +9,9 @@ from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
-from tessera_cupy.errors import KernelCompileError
+from tessera_cupy.errors import KernelCompileError, install
 
-INSTALL = "pip install 'tessera-cupy[cuda12]' (CUDA 12 driver) or 'tessera-cupy[cuda13]'"
+INSTALL = f"{install('cuda12')} (or cuda13, as the driver)"
 
 _WHEEL = re.compile(r"(cuda_bindings|nvidia_cuda_nvrtc(?:_cu\d+)?)-([0-9.]+)\.dist-info")
 

@@ -44,6 +44,12 @@ def count(bits: NDArray[np.uint32]) -> int:
     return int(_POPCOUNT[np.ascontiguousarray(bits).view(np.uint8)].sum(dtype=np.int64))
 
 
+def counts(bits: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Bits that are set of each block of (P, rows, words)."""
+    found = _POPCOUNT[np.ascontiguousarray(bits).view(np.uint8)].sum(axis=(1, 2), dtype=np.int64)
+    return np.asarray(found)
+
+
 def refine(entries: Entries, grid: BlockGrid) -> Entries:
     """Bring entries to their one form.
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera_cupy.errors import NoGpuError, wrong
+from tessera_cupy.errors import NoGpuError, install, wrong
 
 # Device types of the DLPack standard whose memory the host can read as it is.
 _DLPACK_HOST = (1, 3)
@@ -176,7 +176,7 @@ def _from_gpu(array: Any, name: str) -> tuple[NDArray[Any], int]:
                 name,
                 "CuPy, to read an array that is on a GPU",
                 f"no CuPy ({error})",
-                "install tessera-cupy[cuda12], or copy the array to the host first",
+                f"{install('cuda12')} (or cuda13), or copy the array to the host first",
             )
         ) from error
     try:

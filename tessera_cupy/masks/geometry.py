@@ -17,6 +17,9 @@ from tessera_cupy.masks.formats import as_integers, to_host, with_heads
 #: Smallest and largest uniform block side, and the step between legal ones.
 BLOCK_MIN, BLOCK_MAX, BLOCK_STEP = 16, 384, 8
 
+#: Advice where a mask of tokens came in place of one of blocks.
+TOKEN_MASK = "the mask has one entry for each token: use BlockMask.from_tokens"
+
 _SIDES = ("query", "key")
 
 
@@ -219,13 +222,15 @@ def _uniform_length(
             for n, b, tokens, sizes in zip(num_blocks, block, shape, ragged, strict=True)
         )
         covers = f"{(count - 1) * size + 1} to {count * size}" if count else "0"
+        fix = f"pass tokens, such as shape={whole} with whole blocks, or build the mask for these"
+        if num_blocks == shape:
+            fix = f"{TOKEN_MASK}(mask, {block})"
         raise ValueError(
             wrong(
                 "shape",
                 f"{covers} {_SIDES[side]} tokens, as the mask has {count} blocks of {size}",
                 f"{shape[side]} tokens, which need {needed} blocks",
-                f"pass tokens, such as shape={whole} with whole blocks, or build the mask "
-                "for this length",
+                fix,
             )
         )
     return shape[side]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import get_args
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.mapping import GROUP_ROWS, Mapping, can_regroup
+from tessera_cupy.mapping.kv_side import KvSide
+from tessera_cupy.mapping.q_side import QSide
 from tessera_cupy.organization import Organization
 
 #: Attention kernels that a plan may name.
@@ -70,7 +75,7 @@ class PlanSpec:
         tile = _TILE.fullmatch(parts[1]) if len(parts) == 4 else None
         if tile is None:
             expected = "kernel/q<rows>k<columns>/<q mapping>-<kv mapping>/<organization>"
-            raise ValueError(wrong(argument, expected, repr(name), f"write it like {_EXAMPLE}"))
+            raise ValueError(wrong(argument, expected, repr(name), _fix(name)))
         try:
             return cls(
                 kernel=parts[0],
@@ -81,8 +86,8 @@ class PlanSpec:
             )
         except ValueError as error:
             # What is wrong in a part must not read as if it were another argument of the call.
-            fix = f"in {name!r}, correct that part"
-            raise ValueError(wrong(argument, "a plan's name", f"{error}", fix)) from error
+            got = f"{name!r} ({str(error).partition('. Fix: ')[0]})"
+            raise ValueError(wrong(argument, "a plan's name", got, _fix(name))) from error
 
     def serves(self, block_q: int, block_kv: int, *, ragged: bool) -> bool:
         """Whether the mapping is eligible for blocks of this size, whatever the mask's content.
@@ -108,3 +113,41 @@ def _serves(how: str, block: int, tile: int, ragged: bool) -> bool:
     if how in ("merge", "share"):
         return 2 * block <= tile and not ragged
     return how == "pack" or block > tile
+
+
+def nearest(name: str) -> str | None:
+    """The plan's name that a mistyped one is nearest to, part by part; None where none is near.
+
+    >>> nearest("attend_mma/q64k64/retian-pack/longest+splti")
+    'attend_mma/q64k64/retain-pack/longest+split'
+    >>> nearest("fastest") is None
+    True
+    """
+    parts = name.split("/")
+    tile = _TILE.fullmatch(parts[1]) if len(parts) == 4 else None
+    if tile is None:
+        return None
+    mappings = [f"{q}-{kv}" for q in get_args(QSide) for kv in get_args(KvSide)]
+    flags = [field.name for field in fields(Organization)]
+    organizations = ["rows"] + [
+        "+".join(some)
+        for count in range(1, len(flags) + 1)
+        for some in itertools.combinations(flags, count)
+    ]
+    for place, known in ((0, KERNELS), (2, mappings), (3, organizations)):
+        found = difflib.get_close_matches(parts[place], known, 1)
+        if not found:
+            return None
+        parts[place] = found[0]
+    mapping, organization = Mapping.parse(parts[2]), Organization.parse(parts[3])
+    try:
+        return PlanSpec(parts[0], int(tile[1]), int(tile[2]), mapping, organization).name
+    except ValueError:  # a tile that no kernel can have
+        return None
+
+
+def _fix(name: str) -> str:
+    near = nearest(name)
+    if near is None:
+        return f"write it like {_EXAMPLE}"
+    return f"did you mean {near}? `tessera-cupy plans show` lists names"

@@ -179,7 +179,8 @@ def _plans(entry: Entry) -> tuple[PlanSpec, ...]:
         try:
             plan = PlanSpec.parse(name)
         except ValueError as error:
-            item.fail("a plan name", f"{name} ({error})", "correct the name")
+            reason, _, fix = str(error).partition(". Fix: ")
+            item.fail("a plan name", f"{name} ({reason})", fix.rstrip("."))
         if plan in plans:
             item.fail("each plan once", f"{plan.name} again", "remove the lower one")
         plans.append(plan)

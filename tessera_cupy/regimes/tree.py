@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera_cupy.errors import MissingExtraError
+from tessera_cupy.errors import MissingExtraError, install
 from tessera_cupy.regimes.measurements import Case
 from tessera_cupy.regimes.plan_spec import PlanSpec
 from tessera_cupy.regimes.regret import online_times
@@ -256,6 +256,6 @@ def _sklearn() -> Any:
     except ImportError as error:
         raise MissingExtraError(
             "A profile table is compiled with scikit-learn, which learns where regimes end, and it "
-            "is not installed. Fix: pip install 'tessera-cupy[profile]'. Measurements are kept."
+            f"is not installed. Fix: {install('profile')}. Measurements are kept."
         ) from error
     return sklearn

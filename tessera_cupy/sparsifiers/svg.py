@@ -418,7 +418,7 @@ def select(
     k: Any,
     grid: VideoGrid,
     *,
-    v: Any,
+    v: Any = None,
     keep: float = 0.3,
     sample: float = SAMPLE,
     seed: int = 0,
@@ -432,7 +432,7 @@ def select(
         q: (batch, heads, tokens, d) queries in raster order, NumPy or CuPy.
         k: likewise.
         grid: the grid of the tokens.
-        v: the values, by whose attention heads are routed.
+        v: the values, by whose attention heads are routed; to be given, unlike for other rules.
         keep: kept fraction of the patterns; 0.25 to 0.30 were published.
         sample: fraction of the video's query rows that are drawn.
         seed: draws other rows.
@@ -441,7 +441,7 @@ def select(
         A selection with notes ``"routes"``, (batch, heads) int32, and ``"windows"``.
 
     Raises:
-        TypeError: arrays of other kinds, or a grid that is none.
+        TypeError: arrays of other kinds, no values, or a grid that is none.
         ValueError: shapes that do not fit, NaN in NumPy arrays, fractions that are none.
 
     >>> rng = np.random.default_rng(0)
@@ -451,6 +451,9 @@ def select(
     Windows(frames=0, places=6)
     """
     checked_inputs(q, k, grid)
+    if v is None:
+        expected = "the values, by whose attention heads are routed"
+        raise TypeError(wrong("v", expected, "none", "pass v=v, in raster order as q and k"))
     reach = windows(grid, keep)
     routes = route(q, k, v, grid, reach=reach, sample=sample, seed=seed)
     routes = routes if isinstance(routes, np.ndarray) else routes.get()

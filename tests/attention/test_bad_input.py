@@ -45,6 +45,13 @@ def test_a_mask_for_another_length_names_both(tokens: int, built_for: int) -> No
     refused(ValueError, str(tokens), str(built_for), q=zeros(1, 1, built_for, 64), k=q, mask=mask)
 
 
+def test_a_mask_of_whole_blocks_is_told_the_tokens() -> None:
+    mask = BlockMask.from_dense(np.ones((2, 2), bool), (64, 64))
+    q = zeros(1, 1, 100, 64)
+    refused(ValueError, "build the mask with shape=(100, 100); where a rule made it, give the rule "
+            "the grid of these tokens.", q=q, k=q, mask=mask)  # fmt: skip
+
+
 def test_a_mask_declared_in_other_blocks() -> None:
     blocks = np.ones((20, 20), bool)
     with pytest.raises(ValueError, match=r"(?s)1280.*10 blocks"):
@@ -57,6 +64,32 @@ def test_a_mask_declared_in_other_blocks() -> None:
 @pytest.mark.parametrize("mask", [np.ones((4, 2, 2), bool), None, "causal"])
 def test_only_block_masks(mask: Any) -> None:
     refused(TypeError, "`mask`", "BlockMask.from_dense", mask=mask)
+
+
+def test_a_token_mask_is_sent_to_from_tokens() -> None:
+    """In place of a mask, of a map of blocks, and with the shape that such a map has."""
+    tokens = np.tri(1000, 600, dtype=bool)
+    q, k = zeros(1, 4, 1000, 64), zeros(1, 2, 600, 64)
+    advice = "one entry for each token: use BlockMask.from_tokens(mask, (64, 64))"
+    for given in (tokens, tokens[None, None]):
+        refused(TypeError, "`mask`", "got ndarray", advice, q=q, k=k, mask=given)
+        swapped = {"q": q.swapaxes(1, 2), "k": k.swapaxes(1, 2), "layout": "BSHD"}
+        refused(TypeError, advice, mask=given, **swapped)
+        with pytest.raises(ValueError, match=r"`shape`.*got 1000 tokens.*one entry for each token"):
+            BlockMask.from_dense(given, (64, 64), shape=(1000, 600))
+        refused(ValueError, "`mask`", "64000", advice, q=q, k=k,
+                mask=BlockMask.from_dense(given, (64, 64)))  # fmt: skip
+    out = block_sparse_attention(q, k, k, BlockMask.from_tokens(tokens, (64, 64)))
+    assert out.shape == q.shape
+    # One entry for each block.
+    with pytest.raises(TypeError, match=r"Fix: build one, for example with BlockMask.from_dense"):
+        block_sparse_attention(q, k, k, np.ones((16, 10), bool))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"pass tokens, such as shape=\(1024, 640\)"):
+        BlockMask.from_dense(np.ones((16, 10), bool), (64, 64), shape=(16, 600))
+
+
+def test_no_mask_is_told_how_to_keep_everything() -> None:
+    refused(TypeError, "got NoneType", "for dense attention", "np.ones((nq, nk), bool)", mask=None)
 
 
 def test_heads_that_do_not_divide() -> None:

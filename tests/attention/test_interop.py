@@ -324,12 +324,12 @@ def fake_cupy(devices: Any, driver: int = 12_090, status: int = 100) -> Any:
 @pytest.mark.parametrize(
     ("cupy", "part"),
     [
-        (None, r"not installed.*tessera-cupy\[cuda12\]"),
+        (None, r"not installed.*pip install '\.\[cuda12\]' in the project's folder"),
         (fake_cupy(0), r"shows no GPU \(no device\).*Fix: .*nvidia-smi.*CUDA_VISIBLE_DEVICES"),
         (fake_cupy("ErrorNoDevice"), r"shows no GPU \(ErrorNoDevice\).*Fix: .*nvidia-smi"),
         (
             fake_cupy("driver is insufficient", driver=0, status=35),
-            r"here: there is no NVIDIA driver on this machine\. Fix: install.*NumPy arrays run",
+            r"here: there is no NVIDIA driver on this machine\. Fix: install the driver\.$",
         ),
         (
             fake_cupy("driver is insufficient", driver=11_080, status=35),

@@ -74,6 +74,22 @@ def test_arrays_of_another_geometry_are_refused(case: Any, change: Any, parts: A
         assert part in str(caught.value)
 
 
+def test_another_number_of_heads_is_not_the_plans(case: Any) -> None:
+    """Three query heads over two KV heads: no advice to repeat these, which would not help."""
+    q, k, v = case(MASK, kv_heads=2).arrays
+    plan = make_plan(MASK, q, k, v)
+    expected = r"^`q`: expected the plan's 2 heads, got {} heads\. Fix: make a new plan\.$"
+    for heads in (1, 3):
+        wrong = np.resize(q, (q.shape[0], heads, *q.shape[2:]))
+        with pytest.raises(ValueError, match=expected.format(heads)):
+            plan.run(wrong, k, v)
+    with pytest.raises(ValueError, match=r"^`k`: expected the plan's 2 heads, got 0 heads"):
+        plan.run(q, k[:, :0], v[:, :0])
+    # Other arrays are refused as ever.
+    with pytest.raises(ValueError, match=r"^`v`: expected k's shape"):
+        plan.run(q, k, v[:, :1])
+
+
 def test_arrays_of_another_length_or_layout_are_refused(case: Any) -> None:
     plan = make_plan(MASK, *case(MASK, kv_heads=2).arrays)
     square = BlockMask.from_dense(np.ones((2, 2), bool), (64, 64), (100, 100))
@@ -511,3 +527,13 @@ def test_planning_leaves_the_mapping_for_later(monkeypatch: pytest.MonkeyPatch) 
     plan = make_plan(MASK, SPEC)
     with pytest.raises(TypeError):
         plan.tiles()
+
+
+def test_a_dtype_without_kernels_is_planned_as_if_it_were_float16() -> None:
+    spec = ArraySpec((1, 4, 100, 64), "float32")
+    text = make_plan(MASK, spec, ArraySpec((1, 2, 150, 64), "float32"), arch="sm_90a").explain()
+    kernel, runs_on = (row for row in text.splitlines() if row.startswith(("kernel ", "runs on ")))
+    assert " (as if float16): " in kernel
+    assert "the CPU, since no kernel takes float32" in runs_on
+    text = make_plan(MASK, SPEC, ArraySpec(K.shape, "float16"), arch="sm_90a").explain()
+    assert "as if" not in text

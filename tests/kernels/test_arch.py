@@ -53,9 +53,17 @@ def test_unknown_capability_without_a_name_or_nvrtc(monkeypatch: pytest.MonkeyPa
         arch_for((6, 1))
 
 
-@pytest.mark.parametrize("name", ["sm_90", "sm_90a"])
-def test_suffix_may_be_left_out(name: str) -> None:
+@pytest.mark.parametrize("name", ["sm_90", "sm_90a", "sm90", "sm90a"])
+def test_suffix_and_underscore_may_be_left_out(name: str) -> None:
     assert get_arch(name) is ARCHS["sm_90a"]
+
+
+def test_names_of_tables_are_names_of_their_newest_architecture() -> None:
+    found = {name: get_arch(name).name for name in ("sm80", "sm89", "sm90", "sm100", "sm120")}
+    assert found == {
+        "sm80": "sm_80", "sm89": "sm_89", "sm90": "sm_90a", "sm100": "sm_100a", "sm120": "sm_120a",
+    }  # fmt: skip
+    assert {arch.table for arch in ARCHS.values()} == set(found)
 
 
 def test_every_capability_is_a_name_of_the_architecture_that_serves_it() -> None:
@@ -65,7 +73,7 @@ def test_every_capability_is_a_name_of_the_architecture_that_serves_it() -> None
     assert get_arch("sm_87").name == "sm_80"
 
 
-@pytest.mark.parametrize("name", ["sm_80a", "sm_70", "90", "", "SM_90"])
+@pytest.mark.parametrize("name", ["sm_80a", "sm_70", "90", "", "SM_90", "h100", "sm70", "sm-90"])
 def test_wrong_name_lists_the_right_ones(name: str) -> None:
     with pytest.raises(ValueError, match=r"`arch`: expected one of sm_80, .*sm_120a, got"):
         get_arch(name)

@@ -35,6 +35,27 @@ def test_a_large_mask_is_shaded_by_bin() -> None:
     assert lines == [f"│{''.join(line)}│" for line in expected]
 
 
+def test_blocks_with_token_bits_are_shaded_by_their_pairs() -> None:
+    tokens = np.zeros((160, 100), bool)
+    tokens[:64, :64] = True
+    tokens[0, 64:] = True  # 36 of the 64 x 36 pairs of a short block
+    tokens[64:96, :64] = True  # half of them
+    tokens[64:128, 64:91] = True  # 27 of 36 columns
+    tokens[128:, :50] = True  # 50 of 64 columns, in a short block
+    _, *lines = repr(BlockMask.from_tokens(tokens, (64, 64))).splitlines()
+    assert lines == ["│█░│", "│▒▓│", "│█ │"]
+    # A tenth of all pairs.
+    sparse = np.tile(np.arange(640) % 10 == 0, (640, 1))
+    _, *lines = repr(BlockMask.from_tokens(sparse, (64, 64))).splitlines()
+    assert lines == ["│" + 10 * "░" + "│"] * 8
+    full = np.ones_like(tokens)
+    _, *lines = repr(BlockMask.from_tokens(np.stack([full, tokens]), (64, 64))).splitlines()
+    assert lines == ["│██│"] * 3
+    # Of heads the first, and what later ones hold does not matter.
+    _, *lines = repr(BlockMask.from_tokens(np.stack([tokens, ~tokens]), (64, 64))).splitlines()
+    assert lines == ["│█░│", "│▒▓│", "│█ │"]
+
+
 def test_the_drawing_stays_small() -> None:
     for nq, nk in ((16, 32), (17, 5), (3, 33), (1000, 1), (900, 900)):
         lines = repr(BlockMask.from_dense(np.ones((nq, nk), bool), (64, 64))).splitlines()

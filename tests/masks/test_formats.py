@@ -135,7 +135,7 @@ def test_gpu_tensors_that_export_no_bool_copy_themselves(monkeypatch: Any) -> No
 
 def test_a_gpu_array_without_cupy_is_one_clear_error(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(NoGpuError, match=r"`mask`: expected CuPy.*install tessera-cupy\[cuda12\]"):
+    with pytest.raises(NoGpuError, match=r"`mask`: expected CuPy.*pip install '\.\[cuda12\]'"):
         to_host(OnGpu(BLOCKS, 0), "mask")
 
 

@@ -1,4 +1,5 @@
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from tessera_cupy.mapping import Mapping, why_not
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.organization import Organization
 from tessera_cupy.regimes import PlanSpec
+from tessera_cupy.regimes.plan_spec import nearest
 
 Q_SIDES = ("retain", "merge", "share", "regroup", "split")
 KV_SIDES = ("retain", "merge", "split", "pack")
@@ -94,3 +96,26 @@ def test_a_wrong_part_is_an_error_of_the_argument_that_has_the_name(name: str, p
         PlanSpec.parse(name, argument="regime")
     assert part in str(error.value)
     assert name in str(error.value)
+    assert str(error.value).count("Fix: ") == 1
+    assert ".." not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("attend_mma/q64k64/retian-pack/rows", "attend_mma/q64k64/retain-pack/rows"),
+        ("attend_wgma/q128k192/share-pakc/longst+split",
+         "attend_wgmma/q128k192/share-pack/longest+split"),
+        ("attend_mma/q64k64/retain-pack/longest+splitt",
+         "attend_mma/q64k64/retain-pack/longest+split"),
+        ("attend_mma/q60k64/retain-pack/rows", None),  # no kernel can have the tile
+        ("attend_mma/q64k64/retain-pack", None),
+        ("attend_mma/64x64/retain-pack/rows", None),
+        ("attend_mma/q64k64/xyz/rows", None),
+    ],
+)  # fmt: skip
+def test_a_mistyped_name_is_told_the_nearest(name: str, near: str | None) -> None:
+    assert nearest(name) == near
+    advice = f"did you mean {near}?" if near else "write it like attend_mma/q64k64/"
+    with pytest.raises(ValueError, match="Fix: " + re.escape(advice)):
+        PlanSpec.parse(name)

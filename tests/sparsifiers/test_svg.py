@@ -250,3 +250,11 @@ def test_bad_input() -> None:
         svg_attention(q, k, v, (5, 6, 7))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`q, k, v, out`: expected CuPy"):
         svg_attention(q.tolist(), k, v, grid)
+
+
+def test_select_asks_for_the_values() -> None:
+    x = np.zeros((1, 2, 210, 16), np.float32)
+    with pytest.raises(TypeError, match=r"`v`: expected the values, .*got none\. Fix: pass v=v"):
+        svg.select(x, x, VideoGrid(5, 6, 7))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sparsity'"):
+        svg.select(x, x, VideoGrid(5, 6, 7), v=x, sparsity=0.5)  # type: ignore[call-arg]
