@@ -45,7 +45,8 @@ def draw_table(
     Args:
         ax: where to draw.
         table: the table, of :func:`tessera_cupy.regimes.load_table` or ``load_for``.
-        key: the key's number in the file, from 0, or its name, such as ``q64k64 d<=128``.
+        key: the key's number in the file, from 0, those of ``reasoned`` after those of ``keys``; or
+            its name, such as ``q64k64 d<=128``, the first of that name.
         x: the axis across, one of "heads", "tokens", "density" and "run_coverage".
         y: the axis up, another of them.
         at: a value of each other axis that the key has edges of.
@@ -121,7 +122,7 @@ def draw_table(
 
 
 def _find(table: Table, key: int | str) -> Key:
-    keys = table.document.keys
+    keys = table.document.all_keys
     names = [key_name(known.match) for known in keys]
     if isinstance(key, str) and key in names:
         return keys[names.index(key)]

@@ -138,3 +138,21 @@ def test_every_key_of_the_shipped_tables_can_be_drawn(arch: str) -> None:
     table = load_for(arch)
     for number in range(len(table.document.keys)):
         viz.draw_table(Figure().subplots(), table, key=number)
+
+
+def test_reasoned_keys_come_after_the_measured_ones(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    lines = TEXT.replace("provenance: default", "provenance: model").splitlines()
+    at = next(i for i, line in enumerate(lines) if "block_q: 32" in line)
+    path = tmp_path / "tiny.yaml"
+    path.write_text("\n".join([*lines[:at], "reasoned:", *lines[at:]]))
+    table = load_table(path)
+    assert (len(table.document.keys), len(table.document.reasoned)) == (1, len(lines_of_keys()) - 1)
+    ax = Figure().subplots()
+    viz.draw_table(ax, table, key=1, at={"run_coverage": 0.2})
+    assert "q32k32" in ax.get_title()
+
+
+def lines_of_keys() -> list[str]:
+    return [line for line in TEXT.splitlines() if line.startswith("  - match:")]
