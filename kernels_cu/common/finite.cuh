@@ -17,7 +17,8 @@ __device__ __forceinline__ bool not_finite(u32 pair) {
   return (pair & kExponent) == kExponent || ((pair >> 16) & kExponent) == kExponent;
 }
 
-// Sets *flag if one of `count` 16-byte chunks of 16-bit elements holds no number. The threads of a CTA share the work.
+// Sets *flag if one of `count` 16-byte chunks of 16-bit elements holds no number. The threads of a
+// CTA share the work.
 template <typename T, int kThreads>
 __device__ __forceinline__ void flag_not_finite(const uint4* chunks, i64 count, i32* flag) {
   bool found = false;
