@@ -57,7 +57,7 @@ def best_of_many(call: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("name", ["sm80", "sm89", "sm90", "sm100", "sm120"])
 def test_a_choice_takes_microseconds(name: str) -> None:
-    """1.0 and 8.4 us where they were measured; the bounds are for slow machines."""
+    """1.0 and 6.3 us where they were measured; the bounds are for slow machines."""
     table = load_for(name)
     arch = get_arch(f"sm_{name[2:]}")
     request = make_request(MASK, SPEC, None, None, layout="BHSD", arch=arch, on_gpu=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -99,8 +98,15 @@ class Dense:
         blocks = -(-tokens // block)
         every = np.ones((blocks, blocks), bool)
         mask = BlockMask.from_dense(self._clock.to_device(every), (block, block), (tokens, tokens))
-        full = replace(features, block_q=block, block_kv=block, ragged=False, token_bits=False)
-        full = replace(full, slices=False, density=1.0, run_coverage=1.0)
+        full = features._replace(
+            block_q=block,
+            block_kv=block,
+            ragged=False,
+            token_bits=False,
+            slices=False,
+            density=1.0,
+            run_coverage=1.0,
+        )
         first = load_for(self._clock.arch.table).lookup(full).ranking[0]
         [timing] = self._clock.times(mask, features.heads, features.head_dim, [first])
         return timing.ms

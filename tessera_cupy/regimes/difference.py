@@ -7,7 +7,7 @@ in every bucket of the common refinement of their edges. Neighbours that differ 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import inf
 from typing import Any
@@ -123,7 +123,7 @@ def _in_cell(
         numbers: dict[str, Any] = {
             name: axis[i] for name, axis, i in zip(AXES, starts, place, strict=True)
         }
-        bucket = replace(f, **numbers)
+        bucket = f._replace(**numbers)
         pair = old.lookup(bucket).ranking[0], new.lookup(bucket).ranking[0]
         if pair[0] != pair[1]:
             boxes.setdefault(pair, []).append(tuple((i, i + 1) for i in place))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from tessera_cupy.masks import BlockMask
     from tessera_cupy.masks.summary import MaskSummary
 
 
-@dataclass(frozen=True)
-class Features:
-    """One request, as a profile table sees it.
+class Features(NamedTuple):
+    """One request, as a profile table sees it; a tuple, since one is made at each call.
 
     Attributes:
         block_q, block_kv: rows and columns of a logical block in tokens; of the largest

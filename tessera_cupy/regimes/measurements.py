@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -209,10 +209,10 @@ def _arrays(m: Measurements) -> dict[str, NDArray[Any]]:
         "note_texts": _texts([note[2] for note in notes]),
         **times,
     }
-    for field in fields(Features):
-        column = [getattr(case.features, field.name) for case in m.cases]
+    for name in Features._fields:
+        column = [getattr(case.features, name) for case in m.cases]
         text = bool(column) and isinstance(column[0], str)
-        arrays[f"feature_{field.name}"] = _texts(column) if text else np.array(column)
+        arrays[f"feature_{name}"] = _texts(column) if text else np.array(column)
     return arrays
 
 
@@ -234,7 +234,7 @@ def _measurements(arrays: dict[str, NDArray[Any]]) -> Measurements:
         (int(row), int(column)): str(text)
         for (row, column), text in zip(arrays["note_places"], arrays["note_texts"], strict=True)
     }
-    columns = {field.name: arrays[f"feature_{field.name}"].tolist() for field in fields(Features)}
+    columns = {name: arrays[f"feature_{name}"].tolist() for name in Features._fields}
     cases = []
     for row, (name, source, dense) in enumerate(
         zip(arrays["names"], arrays["sources"], arrays["dense_ms"], strict=True)

@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import time
 
@@ -50,7 +49,7 @@ def key(match, plan, when="", edges=""):
 
 
 def ask(table, **changes):
-    return table.lookup(dataclasses.replace(REQUEST, **changes))
+    return table.lookup(REQUEST._replace(**changes))
 
 
 def first(table, **changes):
@@ -284,7 +283,7 @@ def test_lookups_are_fast_and_always_the_same(tmp_path):
     table = table_of(tmp_path, rows)
     picks = {table.lookup(REQUEST) for _ in range(50)}
     assert len(picks) == 1
-    assert table.lookup(REQUEST) is table.lookup(dataclasses.replace(REQUEST))
+    assert table.lookup(REQUEST) is table.lookup(REQUEST._replace())
     assert load_table(tmp_path / "toy.yaml").lookup(REQUEST) in picks
     times = []
     for _ in range(20):

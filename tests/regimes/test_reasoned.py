@@ -1,7 +1,6 @@
 """The second list of keys, for requests that nothing measured answers, and counts of cases."""
 
 import copy
-import dataclasses
 import pickle
 
 import pytest
@@ -59,7 +58,7 @@ def table_of(tmp_path, text):
 
 
 def ask(table, **changes):
-    return table.lookup(dataclasses.replace(REQUEST, **changes))
+    return table.lookup(REQUEST._replace(**changes))
 
 
 def mapping(choice):
