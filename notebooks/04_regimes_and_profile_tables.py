@@ -29,7 +29,7 @@
 
 # %%
 # %matplotlib inline
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -66,7 +66,7 @@ q, k, _ = clips.video_heads("bikes", grid, heads=4)
 mask = spade.select(q, k, grid).mask
 request = ArraySpec((1, 4, grid.tokens, 128), "bfloat16")
 features = Features.of(mask, batch=1, q_heads=4, dtype="bfloat16", head_dim=128, layout="BHSD")
-for name, value in asdict(features).items():
+for name, value in features._asdict().items():
     print(f"{name:<13} {value}")
 
 # %% [markdown]
