@@ -55,7 +55,7 @@ def test_the_guide_s_plan_runs_before_the_group_ends(tmp_path: Path) -> None:
     assert end == "dist.destroy_process_group()"
     other = "next_mask = BlockMask.from_dense(keep.flip(0), (64, 64), (1000, 1000))"
     check = "print(torch.equal(out, parallel.attention(*shard, mask, scheme='ulysses')), plan)"
-    # As the guide says: gloo's threads may abort a process that ends right after a call.
+    # As the guide says, a process that ends right after a call may abort; why is not known yet.
     pause = "import time; time.sleep(0.5)"
     lines = torchrun(tmp_path, "\n".join([program, other, *BLOCKS[1:], check, pause, end]))
     assert lines[:2] == [f"True ParallelPlan(ulysses, rank {rank} of 2)" for rank in (0, 1)]
