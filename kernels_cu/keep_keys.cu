@@ -7,18 +7,25 @@
 // A CTA takes a row, which it holds in shared memory, if it fits there, or reads again each time.
 // Bounds are compared and counted in pairs, as tensors of two halves: two instructions for two keys
 // and a level. The level of the last key that is kept is between one that enough bounds reach and a
-// higher one that too few do. A counting tries two levels between them, on both sides of where the
-// level would be if bounds were spread evenly; or thirds, if the one before did not halve what is
-// left. Bounds of most rows are spread evenly where the level is, so that four or five countings
-// are enough.
+// higher one that too few do. A counting tries four levels between them.
+//
+// The first four span what a sample of 1,024 keys suggests, which every warp has in registers: four
+// steps, in each of which every warp counts the sample from another level, give a level that the
+// count's share and three standard deviations more of the sample reach, and one that as many fewer
+// do. Later countings try levels around the one that would be it if bounds were spread evenly,
+// which are neighbours in the end; or fifths, if the one before did not halve what is left. So two
+// or three countings are enough for most rows (NOTES.md); a sample that misleads costs countings.
 //
 // Then a thread makes words of 32 keys, whose ties are counted over all lower keys.
-// Shared memory: a row, and a few words a warp.
+// Shared memory: a row, and a few words a warp; two rows of 57,600 keys fit where there are 228 KB.
 //
 // Expected on an H200, a prediction, for 900 rows x 57,600 keys x 8 heads: rows of 115 KB, two a
-// multiprocessor; 830 MB read, 0.2 ms. A counting takes 900 cycles of shared memory and as many of
-// instructions, and there are 5 of them with the extremes; words take 1,600: 55 rows of 6,500
-// cycles one after another are 0.2 ms, mostly beside the reads of the other CTA's row.
+// multiprocessor if the driver gives it all to shared memory (KernelConfig.needs_carveout); 830 MB
+// read, 0.20 to 0.22 ms, 6,400 to 7,000 cycles a row. Instructions of a row on four schedulers: the
+// sample 1,600 cycles, 2 or 3 countings 2,000 each, words 1,800, so 7,400 to 9,400, where 5 to 7
+// countings of two levels at 1,200 and the extremes took 8,600 to 11,000. Beside the reads of the
+// other CTA's row 0.25 to 0.32 ms; with one CTA a multiprocessor, whose 9,000 to 11,000 cycles with
+// barriers follow its reads, 0.42 to 0.50.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -109,9 +116,13 @@ class KeyRow {
  private:
   static constexpr int kThreads = 32 * kWarps;
   static constexpr i32 kAll = 0x7fffffff;
+  static constexpr int kPairs = 16;       // of a lane's sample
+  static constexpr int kSteps = 4;        // of 9: from 63,490 levels to 10
   static constexpr u32 kMinus = 0xfc00u;  // minus infinity
   static constexpr u32 kPlus = 0x7c00u;
 
+  static __device__ __forceinline__ int lane() { return threadIdx.x & 31; }
+  static __device__ __forceinline__ int warp() { return threadIdx.x >> 5; }
   __device__ __forceinline__ int words() const { return (p.tokens + 31) / 32; }
 
   // Eight bounds.
@@ -120,111 +131,155 @@ class KeyRow {
     return __ldg(reinterpret_cast<const uint4*>(row) + index);
   }
 
-  // Of the warps' two values each the CTA's.
-  template <typename First, typename Second>
-  __device__ __forceinline__ uint2 whole(u32 first, u32 second, First one, Second other) {
-    u32(*const word)[kWarps] = exchange.word[turn ^= 1];
-    if ((threadIdx.x & 31) == 0) {
-      word[0][threadIdx.x >> 5] = first;
-      word[1][threadIdx.x >> 5] = second;
-    }
-    __syncthreads();
-    uint2 result = make_uint2(word[0][0], word[1][0]);
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) {
-      result.x = one(result.x, word[0][w]);
-      result.y = other(result.y, word[1][w]);
-    }
-    return result;
+  // Keys 2 index and that plus 1.
+  __device__ __forceinline__ u32 pair(int index) const {
+    if constexpr (kHeld) return reinterpret_cast<const u32*>(held)[index];
+    return __ldg(reinterpret_cast<const u32*>(row) + index);
   }
 
-  // The sum of a warp's pairs of halves.
-  static __device__ __forceinline__ u32 total(const u32 (&halves)[4]) {
-    i32 count = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      count += static_cast<i32>(half_to_float(halves[i] & 0xffffu)) +
-               static_cast<i32>(half_to_float(halves[i] >> 16));
-    return static_cast<u32>(__reduce_add_sync(kAllLanes, count));
+  // The sum of a pair of halves.
+  static __device__ __forceinline__ u32 total(u32 halves) {
+    return static_cast<u32>(half_to_float(halves & 0xffffu) + half_to_float(halves >> 16));
   }
 
-  // How many reach either level.
-  __device__ __forceinline__ int2 count_from(int lower, int higher) {
-    const u32 low = half_of(lower) * 0x10001u;
-    const u32 high = half_of(higher) * 0x10001u;
-    u32 of_low[4] = {};  // as halves, exact up to 2,048
-    u32 of_high[4] = {};
+  // How many reach each of the levels.
+  __device__ __forceinline__ void count_from(const int (&levels)[4], i32 (&counts)[4]) {
+    u32 from[4];
+    u32 reach[4][2] = {};  // as halves, exact up to 2,048
+#pragma unroll
+    for (int i = 0; i < 4; ++i) from[i] = half_of(levels[i]) * 0x10001u;
+#pragma unroll 2
     for (int i = threadIdx.x; i < p.pitch / 8; i += kThreads) {
       const uint4 keys = chunk(i);
       const u32 pairs[4] = {keys.x, keys.y, keys.z, keys.w};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        of_low[j] = add_halves(of_low[j], halves_from(pairs[j], low));
-        of_high[j] = add_halves(of_high[j], halves_from(pairs[j], high));
-      }
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int level = 0; level < 4; ++level)
+          reach[level][j & 1] = add_halves(reach[level][j & 1], halves_from(pairs[j], from[level]));
     }
-    auto sum = [](u32 a, u32 b) { return a + b; };
-    const uint2 found = whole(total(of_low), total(of_high), sum, sum);
-    return make_int2(static_cast<int>(found.x), static_cast<int>(found.y));
+    // Two counts a word: those of a warp are below 65,536.
+    u32(*const word)[kWarps] = exchange.word[turn ^= 1];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      u32 own[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) own[j] = total(reach[2 * i + j][0]) + total(reach[2 * i + j][1]);
+      const u32 both = __reduce_add_sync(kAllLanes, own[0] | own[1] << 16);
+      if (lane() == 0) word[i][warp()] = both;
+    }
+    __syncthreads();
+    static_assert(kWarps == 16, "half a warp reads a word of each");
+    const u32 read = word[lane() / kWarps][lane() % kWarps];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      counts[i] = static_cast<i32>(__reduce_add_sync(
+          kAllLanes, lane() / kWarps == i / 2 ? (i & 1 ? read >> 16 : read & 0xffffu) : 0u));
   }
 
   // The level of the last key that is kept, and how many of those at it are.
   __device__ __forceinline__ void search(u32& level, i32& ties) {
-    u32 smallest = kPlus * 0x10001u;
-    u32 largest = kMinus * 0x10001u;
-    for (int i = threadIdx.x; i < p.pitch / 8; i += kThreads) {
-      const uint4 keys = chunk(i);
-      smallest = min2<half_t>(
-          smallest, min2<half_t>(min2<half_t>(keys.x, keys.y), min2<half_t>(keys.z, keys.w)));
-      largest = max2<half_t>(
-          largest, max2<half_t>(max2<half_t>(keys.x, keys.y), max2<half_t>(keys.z, keys.w)));
-    }
-    const int least = min(rank_of(smallest & 0xffffu), rank_of(smallest >> 16));
-    const int most = max(rank_of(largest & 0xffffu), rank_of(largest >> 16));
-    const uint2 range = whole(
-        __reduce_min_sync(kAllLanes, static_cast<u32>(least)),
-        __reduce_max_sync(kAllLanes, static_cast<u32>(most)),
-        [](u32 a, u32 b) { return min(a, b); }, [](u32 a, u32 b) { return max(a, b); });
     // Enough reach `low`, too few `high`.
-    int low = static_cast<int>(range.x);
-    int high = static_cast<int>(range.y) + 1;
+    int low = rank_of(kMinus);
+    int high = rank_of(kPlus) + 1;
     i32 of_low = p.end - p.begin;
     i32 of_high = 0;
-    bool halved = true;
+    int levels[4];
+    int apart = 0;  // of the levels, the first of which is `first`
+    int first = 0;
+    if (of_low > p.count && p.pitch >= 64 * kPairs) {
+      int past = high;
+      first = low;
+      bracket(first, past);
+      apart = max(1, (past - first) / 3);
+    }
 #pragma unroll 1
     while (high - low > 1 && of_low > p.count) {
       const int between = high - low;
-      int first = between / 3;
-      int second = 2 * between / 3;
-      if (halved) {
-        const float part =
-            __fdiv_rn(static_cast<float>(of_low - p.count), static_cast<float>(of_low - of_high));
-        const int guess = static_cast<int>(part * static_cast<float>(between));
-        const int beside = max(1, between / 12);
-        first = guess - beside;
-        second = guess + beside;
+      if (apart == 0) {
+        apart = max(1, between / 5);
+        first = low + apart;
       }
-      first = low + max(1, min(first, between - 1));
-      second = low + max(1, min(second, between - 1));
-      const int2 found = count_from(first, second);
-      if (found.y >= p.count) {
-        low = second;
-        of_low = found.y;
-      } else {
-        high = second;
-        of_high = found.y;
-        if (found.x >= p.count) {
-          low = first;
-          of_low = found.x;
-        } else {
-          high = first;
-          of_high = found.x;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) levels[i] = max(low + 1, min(first + i * apart, high - 1));
+      i32 counts[4];
+      count_from(levels, counts);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (counts[i] >= p.count) {
+          low = levels[i];
+          of_low = counts[i];
         }
       }
-      halved = 2 * (high - low) <= between;
+#pragma unroll
+      for (int i = 3; i >= 0; --i) {
+        if (counts[i] < p.count) {
+          high = levels[i];
+          of_high = counts[i];
+        }
+      }
+      apart = 0;
+      if (2 * (high - low) <= between) {
+        const float part =
+            __fdiv_rn(static_cast<float>(of_low - p.count), static_cast<float>(of_low - of_high));
+        const int guess = low + static_cast<int>(part * static_cast<float>(high - low));
+        apart = max(1, (high - low) / 24);
+        first = guess - apart;
+      }
     }
     level = half_of(low);
     ties = of_low <= p.count ? kAll : p.count - of_high;
+  }
+
+  // Levels that, by a sample, rather too many and rather too few keys reach.
+  __device__ __forceinline__ void bracket(int& low, int& high) {
+    constexpr int kLevels = kWarps / 2;
+    // Pairs at even distances, an odd number of words apart; of each turn a little further, so that
+    // they are not of one column of the video.
+    const int apart = (p.pitch / (64 * kPairs) - 1) | 1;
+    u32 sample[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i)
+      sample[i] = pair((32 * i + lane()) * apart + i * apart / kPairs);
+    auto count_sample = [&](u32 from) {
+      u32 reach[2] = {};
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i)
+        reach[i & 1] = add_halves(reach[i & 1], halves_from(sample[i], from * 0x10001u));
+      return static_cast<i32>(__reduce_add_sync(kAllLanes, total(add_halves(reach[0], reach[1]))));
+    };
+    const float share = __fdiv_rn(static_cast<float>(p.count), static_cast<float>(p.end - p.begin));
+    const i32 numbers = count_sample(kMinus);
+    const float wanted = share * static_cast<float>(numbers);
+    const float beside = 3.0f * sqrtf(wanted * (1.0f - share)) + 2.0f;
+    // The highest level that so many of the sample reach is at least `from` and below `past`.
+    const i32 targets[2] = {static_cast<i32>(wanted + beside), static_cast<i32>(wanted - beside)};
+    int from[2] = {low, low};
+    int past[2] = {high, high};
+    auto level = [&](int target, int i) {
+      return from[target] + (past[target] - from[target]) * (i + 1) / (kLevels + 1);
+    };
+#pragma unroll 1
+    for (int step = 0; step < kSteps; ++step) {
+      i32* const counts = exchange.totals[step & 1];
+      const i32 own =
+          count_sample(half_of(warp() < kLevels ? level(0, warp()) : level(1, warp() - kLevels)));
+      if (lane() == 0) counts[warp()] = own;
+      __syncthreads();
+      const u32 enough =
+          __ballot_sync(kAllLanes, counts[lane() % kWarps] >=
+                                       (lane() % kWarps < kLevels ? targets[0] : targets[1]));
+#pragma unroll
+      for (int target = 0; target < 2; ++target) {
+        const int reached = __popc(enough >> target * kLevels & first_bits(kLevels));
+        const int next = reached < kLevels ? level(target, reached) : past[target];
+        if (reached > 0) from[target] = level(target, reached - 1);
+        past[target] = next;
+      }
+    }
+    // Of shares at the ends the sample says nothing.
+    if (targets[0] <= numbers) low = from[0];
+    if (targets[1] > 0) high = past[1];
   }
 
   // All words of the row, of the keys above the level and the first of those at it.
@@ -306,9 +361,11 @@ __device__ __forceinline__ void keep_keys(const KeepKeysParams& p) {
 
 }  // namespace tessera
 
-// The one entry of a specialisation.
+// The one entry of a specialisation. Two CTAs have registers, as shared memory has room for two
+// rows that are not long.
 #define TESSERA_KEEP_KEYS(WARPS, MIN_CTAS)                                \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)      \
+  static_assert(MIN_CTAS == 1, "long rows leave room for one CTA");       \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)             \
       keep_keys(const __grid_constant__ tessera::KeepKeysParams params) { \
     tessera::keep_keys<WARPS>(params);                                    \
   }

@@ -24,6 +24,7 @@
 #include "common/finite.cuh"
 #include "common/ptx.cuh"
 #include "common/ptx_hopper.cuh"
+#include "common/ring.cuh"
 #include "common/types.cuh"
 
 namespace tessera {
@@ -57,20 +58,6 @@ struct NearestStorage {
   u64 x_empty[2];
   u64 full[kStages];
   u64 empty[kStages];
-};
-
-// A ring's next stage, and how often the ring came round.
-template <int kStages>
-struct RingPlace {
-  u32 stage = 0;
-  u32 phase = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1u;
-    }
-  }
 };
 
 // The warp that copies.

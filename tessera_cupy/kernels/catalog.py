@@ -135,6 +135,15 @@ class KernelConfig:
             self.head_dim, self.tile_q, self.tile_kv, self.warps, self.stages, self.bits
         )
 
+    @property
+    def needs_carveout(self) -> bool:
+        """Whether several CTAs fit only if a multiprocessor gives all that it can to shared memory.
+
+        >>> builder("sm_90a", "keep_keys").needs_carveout
+        True
+        """
+        return self.kernel == "keep_keys"
+
     def serves(self, head_dim: int) -> bool:
         """Whether requests of this head dim can use it."""
         if self.kernel == "attend_wgmma":
@@ -193,6 +202,9 @@ _TILE_SMEM: dict[str, Callable[[int], int]] = {
     # NearestStorage: two stages of 192 rows of 256 bytes, three of 128, a float each of these; ten
     # barriers, and what aligns the whole.
     "kmeans_assign_wgmma": lambda _: _align((2 * 192 + 3 * 128) * 256 + 3 * 512 + 80, 1024),
+    # KeyBoundsStorage: 192 rows of 256 bytes, four stages of 128 and a float each of these; ten
+    # barriers, and what aligns the whole.
+    "key_bounds_wgmma": lambda _: _align((192 + 4 * 128) * 256 + 4 * 512 + 80, 1024),
     # RaggedStorage: a sum a warp, and four numbers.
     "ragged_blocks": lambda warps: 8 * warps + 32,
 }
@@ -369,6 +381,13 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
     ),
     "key_bounds": TokenKernel(
         ("fp16", "bf16"), 8, 2, "64 x 32 of a product a warp; bounds leave in whole lines"
+    ),
+    "key_bounds_wgmma": TokenKernel(
+        ("fp16", "bf16"),
+        13,
+        1,
+        "three warpgroups of 64 parts, past which keys go; they take turns at writing bounds",
+        ("sm_90a",),
     ),
     "keep_keys": TokenKernel(
         (), 16, 1, "a CTA a row, in shared memory; two of 57,600 keys fit where there are 228 KB"

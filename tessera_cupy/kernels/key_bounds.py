@@ -1,4 +1,4 @@
-"""Launching ``query_balls.cu``, ``key_bounds.cu`` and ``keep_keys.cu``: keys by bounds of scores.
+"""Launching ``query_balls.cu``, ``key_bounds*.cu`` and ``keep_keys.cu``: keys by bounds of scores.
 
 All launches go to CuPy's current stream of the arrays' GPU, and nothing waits. What they compute,
 :mod:`tessera_cupy.sparsifiers.fg_attn` defines in NumPy.
@@ -13,8 +13,9 @@ import numpy as np
 from tessera_cupy import gpus
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels import launch, scoring
-from tessera_cupy.kernels.catalog import MAX_HEAD_DIM, builder
+from tessera_cupy.kernels.catalog import MAX_HEAD_DIM, KernelConfig, builder, catalog
 from tessera_cupy.kernels.lifetime import new
+from tessera_cupy.kernels.tensor_maps import SLAB, TENSOR_MAP, rows_map
 from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE, packed
 
 #: ``QueryBallsParams`` in query_balls.cu.
@@ -36,6 +37,19 @@ BOUNDS_PARAMS = np.dtype(
     ],
     align=True,
 )
+#: ``KeyBoundsWgmmaParams`` in key_bounds_wgmma.cu; tensor maps lie at multiples of 64 bytes.
+BOUNDS_WGMMA_PARAMS = np.dtype(
+    {
+        "names": [
+            *("centres", "keys", "radii", "lengths", "out"),
+            *("rows", "groups", "parts", "tokens", "pitch", "begin", "end"),
+            *("row_tiles", "column_tiles", "steps", "slabs", "scale"),
+        ],
+        "formats": [*[TENSOR_MAP] * 2, *[np.uint64] * 3, *[np.int32] * 11, np.float32],
+        "offsets": [0, 128, *range(256, 280, 8), *range(280, 328, 4)],
+        "itemsize": 384,
+    }
+)
 #: ``KeepKeysParams`` in keep_keys.cu.
 KEEP_PARAMS = np.dtype(
     [
@@ -49,6 +63,10 @@ KEEP_PARAMS = np.dtype(
 
 # Keys of a CTA of query_balls.
 _BALL_KEYS = 64
+# Parts of a step, and the longest row, of key_bounds_wgmma.cu, which has as many keys in a step.
+_WGMMA_ROWS, _WGMMA_DIM = 192, 128
+# Keys of a row that the 16 warps of keep_keys.cu count in 16 bits each.
+_MOST_KEYS = 16 << 16
 # Bytes that rows of the map begin at.
 _LINE = 16
 
@@ -117,17 +135,34 @@ def bounds(
             sides = scoring.extremes(q, rows_of_part, flags[0], memory)
         ctas = planes * (balls.get("balls", 0) + -(-tokens // _BALL_KEYS))
         _launch(f"query_balls_{element}", BALLS_PARAMS, balls, ctas, device)
-        row_tiles, column_tiles = -(-rows // PRODUCT_TILE), -(-tokens // PRODUCT_TILE)
+        column_tiles = -(-tokens // PRODUCT_TILE)
         out = new((batch, heads, groups, PRODUCT_TILE * column_tiles), np.float16, memory)
+        bounding = _bounding(gpus.arch_of(device).name, element, d, norms=norms)
+        by_wgmma = bounding.kernel == "key_bounds_wgmma"
+        row_tiles = -(-rows // (_WGMMA_ROWS if by_wgmma else PRODUCT_TILE))
+        tiles = planes * row_tiles * column_tiles
         product |= {
-            **{"a": sides.data.ptr, "k": k.data.ptr, "out": out.data.ptr},
-            **{"rows": rows, "groups": groups, "parts": parts, "tokens": tokens},
-            **{"pitch": out.shape[3], "chunks": chunks, "scale": scale},
+            **{"out": out.data.ptr, "rows": rows, "groups": groups, "parts": parts},
+            **{"tokens": tokens, "pitch": out.shape[3], "scale": scale},
             **{"begin": competing[0], "end": competing[1]},
             **{"row_tiles": row_tiles, "column_tiles": column_tiles},
         }
-        ctas = planes * row_tiles * column_tiles
-        _launch(f"key_bounds_{element}", BOUNDS_PARAMS, product, ctas, device, PRODUCT_SMEM)
+        if by_wgmma:
+
+            def map_of(x: Any, length: int, box: int) -> Any:
+                shape, strides = (1, planes, length, d), (planes * length * d, length * d, d)
+                return rows_map(x.data.ptr, q.dtype.name, shape, strides, box)
+
+            product |= {
+                **{"centres": map_of(sides, rows, _WGMMA_ROWS)},
+                **{"keys": map_of(k, tokens, PRODUCT_TILE)},
+                **{"steps": tiles, "slabs": -(-d // SLAB)},
+            }
+            ctas = min(tiles, gpus.multiprocessors(device))
+            _launch(bounding.name, BOUNDS_WGMMA_PARAMS, product, ctas, device, bounding.smem_bytes)
+        else:
+            product |= {"a": sides.data.ptr, "k": k.data.ptr, "chunks": chunks}
+            _launch(bounding.name, BOUNDS_PARAMS, product, tiles, device, PRODUCT_SMEM)
         return out
 
 
@@ -155,10 +190,16 @@ def keep(
     Returns:
         (batch, heads, groups, ceil(tokens / 8)) uint8, little-endian bits, in rows of whole 16
         bytes.
+
+    Raises:
+        ValueError: 2^20 tokens or more.
     """
     import cupy
 
     batch, heads, groups, pitch = made.shape
+    if pitch >= _MOST_KEYS:
+        fix = "pass NumPy arrays, or fewer tokens"
+        raise ValueError(wrong("k", f"below {_MOST_KEYS:,} tokens", f"{tokens:,}", fix))
     device = int(made.device.id)
     with cupy.cuda.Device(device):
         bits = new((batch, heads, groups, -(-tokens // (8 * _LINE)) * _LINE), np.uint8, memory)
@@ -175,6 +216,14 @@ def keep(
         smem = exchanged + (2 * pitch if held else 0)
         _launch(config.name, KEEP_PARAMS, params, batch * heads * groups, device, smem)
         return bits[..., : -(-tokens // 8)]
+
+
+def _bounding(arch: str, element: str, d: int, *, norms: bool) -> KernelConfig:
+    """The entry that bounds the scores of rows of ``d`` elements."""
+    name = f"key_bounds_wgmma_{element}"
+    if norms and d <= _WGMMA_DIM and any(config.name == name for config in catalog(arch)):
+        return builder(arch, name)
+    return builder(arch, f"key_bounds_{element}")
 
 
 def _launch(

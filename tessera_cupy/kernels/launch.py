@@ -110,6 +110,8 @@ _TWIN = 2
 _GATHERED = np.uint32(1 << 23)
 
 _MOST_STRUCTS = 64
+# Percent, ``CU_SHAREDMEM_CARVEOUT_MAX_SHARED``.
+_ALL_SHARED = 100
 _MERGE_ARRAYS = ("merge_head", "merge_tile", "merge_offsets", "tile_q", "units")
 #: Warps of one merge CTA; one warp merges one row.
 MERGE_WARPS = 8
@@ -137,6 +139,8 @@ def load(config: KernelConfig, device: int) -> Any:
                 function = cupy.RawModule(path=str(path)).get_function(config.entry)
                 if config.smem_bytes > 48 * 1024:
                     function.max_dynamic_shared_size_bytes = config.smem_bytes
+                if config.needs_carveout:
+                    function.preferred_shared_memory_carveout = _ALL_SHARED
                 found = _loaded[key] = (config, function)
     return found[1]
 

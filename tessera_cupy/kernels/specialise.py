@@ -12,6 +12,7 @@ _STORAGE = {
     "tile_scan": "TileScanStorage",
     "ragged_blocks": "RaggedStorage",
     "kmeans_assign_wgmma": "NearestStorage",
+    "key_bounds_wgmma": "KeyBoundsStorage",
 }
 _TYPES = {"float16": "half_t", "bfloat16": "bf16_t", "float32": "float"}
 

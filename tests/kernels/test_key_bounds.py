@@ -40,6 +40,9 @@ class TestBounds:
             (700, 16, 16, 4),  # more parts than a tile has
             (200, 200, 192, 2),
             (130, 256, 64, 1),
+            (900, 72, 128, 4),  # a second slab that is not whole
+            (390, 64, 16, 2),  # the last group has one of 2 parts
+            (3200, 8, 16, 1),  # parts of two tiles, and many keys, so that CTAs begin in between
         ],
     )
     def test_as_numpy(
@@ -72,10 +75,48 @@ class TestBounds:
         assert np.isnan(made[..., : competing[0]]).all()
         assert np.isnan(made[..., competing[1] :]).all()
 
+    @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+    @pytest.mark.parametrize("parts", [1, 2, 4])
+    def test_wgmma_gives_the_bits_of_the_other_kernel(
+        self,
+        gpu: EmulatedGpu,
+        rng: np.random.Generator,
+        monkeypatch: pytest.MonkeyPatch,
+        dtype: Any,
+        parts: int,
+    ) -> None:
+        # Whole numbers, whose sums are exact in any order.
+        q, k = (gpu.array(rng.integers(-4, 5, (1, 2, 840, 80)).astype(dtype)) for _ in range(2))
+
+        def run() -> NDArray[np.uint16]:
+            made = key_bounds.bounds(q, k, 16, parts, (7, 811), (0, 0), [], norms=True)
+            return made.get().view(np.uint16)
+
+        by_wgmma = run()
+        monkeypatch.setattr(
+            key_bounds,
+            "_bounding",
+            lambda arch, element, *_, **__: builder(arch, f"key_bounds_{element}"),
+        )
+        by_mma = run()
+        ran = [name for name in gpu.launched if name.startswith("key_bounds")]
+        assert [name.startswith("key_bounds_wgmma") for name in ran] == [True, False]
+        numbers = slice(7, 811)  # of NaN the bits may differ
+        np.testing.assert_array_equal(by_wgmma[..., numbers], by_mma[..., numbers])
+
+    def test_wgmma_serves_balls_of_rows_of_two_slabs(self) -> None:
+        def kernel(arch: str, d: int, *, norms: bool) -> str:
+            return key_bounds._bounding(arch, "bf16", d, norms=norms).kernel
+
+        assert kernel("sm_90a", 128, norms=True) == "key_bounds_wgmma"
+        assert kernel("sm_90a", 136, norms=True) == "key_bounds"
+        assert kernel("sm_90a", 128, norms=False) == "key_bounds"
+        assert kernel("sm_100a", 128, norms=True) == "key_bounds"
+
     def test_launches(self, gpu: EmulatedGpu) -> None:
         x = gpu.array(np.zeros((1, 1, 64, 16), np.float16))
         key_bounds.bounds(x, x, 64, 1, (0, 64), (0, 0), [], norms=True)
-        assert gpu.launched == ["query_balls_fp16", "key_bounds_fp16"]
+        assert gpu.launched == ["query_balls_fp16", "key_bounds_wgmma_fp16"]
         key_bounds.bounds(x, x, 64, 1, (0, 64), (0, 0), [], norms=False)
         assert gpu.launched[2:] == ["pool_blocks_fp16", "query_balls_fp16", "key_bounds_fp16"]
 
@@ -92,6 +133,11 @@ def kept_by_hand(
         numbers = [j for j in numbers if row[j] >= level]
     kept[numbers] = True
     return kept
+
+
+#: Pairs of a row of 17,152 that keep_keys looks at first: 512, 15 words apart, each 32 of them a
+#: little further on.
+SAMPLED = [(32 * i + lane) * 15 + i * 15 // 16 for i in range(16) for lane in range(32)]
 
 
 def drawn(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float16]:
@@ -145,6 +191,38 @@ class TestKeep:
                 np.testing.assert_array_equal(kept[:tokens], expected)
                 assert not kept[tokens:].any()
 
+    @pytest.mark.parametrize("share", [0.001, 0.3, 0.7, 0.9995])
+    @pytest.mark.parametrize("kind", ["numbers", "ties", "equal", "strange"])
+    def test_long_rows(
+        self, gpu: EmulatedGpu, rng: np.random.Generator, kind: str, share: float
+    ) -> None:
+        tokens, begin, end = 17_100, 9, 17_080
+        rows = drawn(kind, rng, (1, 1, 1, 17_152))
+        rows[..., :begin] = rows[..., end:] = NAN
+        count = int(share * (end - begin))
+        bits = key_bounds.keep(
+            gpu.array(rows), tokens, (begin, end), (0, 0), count=count, level=NAN, memory=[]
+        ).get()
+        kept = np.unpackbits(bits, count=tokens, bitorder="little").astype(bool)
+        expected = kept_by_hand(rows[0, 0, 0], begin, end, tokens, count, 0)
+        np.testing.assert_array_equal(kept, expected)
+
+    @pytest.mark.parametrize("shift", [-8, 8])
+    @pytest.mark.parametrize("share", [0.05, 0.3])
+    def test_a_sample_that_misleads(
+        self, gpu: EmulatedGpu, rng: np.random.Generator, share: float, shift: int
+    ) -> None:
+        tokens = 17_152
+        rows = drawn("numbers", rng, (1, 1, 1, tokens))
+        rows.reshape(-1, 2)[SAMPLED] += np.float16(shift)
+        count = int(share * tokens)
+        bits = key_bounds.keep(
+            gpu.array(rows), tokens, (0, tokens), (0, 0), count=count, level=NAN, memory=[]
+        ).get()
+        kept = np.unpackbits(bits, count=tokens, bitorder="little").astype(bool)
+        expected = kept_by_hand(rows[0, 0, 0], 0, tokens, tokens, count, 0)
+        np.testing.assert_array_equal(kept, expected)
+
     @pytest.mark.parametrize("level", [-np.inf, -1.0, 0.0, 2.5, np.inf])
     def test_from_a_level(self, gpu: EmulatedGpu, rng: np.random.Generator, level: float) -> None:
         rows = drawn("strange", rng, (1, 1, 2, 256))
@@ -153,6 +231,11 @@ class TestKeep:
         ).get()
         kept = np.unpackbits(bits, axis=-1, count=250, bitorder="little")
         np.testing.assert_array_equal(kept, rows[..., :250] >= level)
+
+    def test_rows_that_cannot_be_counted(self, gpu: EmulatedGpu) -> None:
+        rows = gpu.empty((1, 1, 1, 1 << 20), np.float16)
+        with pytest.raises(ValueError, match=r"`k`: expected below 1,048,576 tokens, got 1,048,5"):
+            key_bounds.keep(rows, 1_048_500, (0, 9), (0, 0), count=1, level=NAN, memory=[])
 
     def test_rows_that_shared_memory_does_not_hold(
         self, gpu: EmulatedGpu, rng: np.random.Generator

@@ -285,6 +285,15 @@ def test_only_more_than_48_kib_of_shared_memory_is_asked_for(
     assert limit(227 * 1024) == 227 * 1024
 
 
+def test_rows_of_keys_get_all_shared_memory(modules: list[str]) -> None:
+    def carveout(name: str) -> int | None:
+        kernel = launch.load(catalog.builder("sm_90a", name), 0)
+        return getattr(kernel, "preferred_shared_memory_carveout", None)
+
+    assert carveout("keep_keys") == 100
+    assert carveout("keep_mass") is None
+
+
 def test_structs_are_packed_as_numpy_lays_them_out() -> None:
     rng = np.random.default_rng(0)
     for dtype in (launch.ATTEND_PARAMS, launch.WGMMA_PARAMS, launch.MERGE_PARAMS):
