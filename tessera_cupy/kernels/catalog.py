@@ -142,7 +142,7 @@ class KernelConfig:
         >>> builder("sm_90a", "keep_keys").needs_carveout
         True
         """
-        return self.kernel == "keep_keys"
+        return self.kernel in ("keep_keys", "column_sums")
 
     def serves(self, head_dim: int) -> bool:
         """Whether requests of this head dim can use it."""
@@ -205,6 +205,9 @@ _TILE_SMEM: dict[str, Callable[[int], int]] = {
     # KeyBoundsStorage: 192 rows of 256 bytes, four stages of 128 and a float each of these; ten
     # barriers, and what aligns the whole.
     "key_bounds_wgmma": lambda _: _align((192 + 4 * 128) * 256 + 4 * 512 + 80, 1024),
+    # ColumnSumsStorage: two stages of 16 KB, sums of four warps and places for two of 64 keys, a
+    # flag; 48 KB of queries.
+    "column_sums": lambda _: _align(2 * 16384 + 2 * 5 * 256 + 16 + 48 * 1024, 1024),
     # RaggedStorage: a sum a warp, and four numbers.
     "ragged_blocks": lambda warps: 8 * warps + 32,
 }
@@ -388,6 +391,13 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
         1,
         "three warpgroups of 64 parts, past which keys go; they take turns at writing bounds",
         ("sm_90a",),
+    ),
+    "column_sums": TokenKernel(
+        ("fp16", "bf16"),
+        4,
+        1,
+        "48 queries a warp, in registers, so that a fragment of keys feeds three products; two CTAs "
+        "fit where rows have at most 128 channels",
     ),
     "keep_keys": TokenKernel(
         (), 16, 1, "a CTA a row, in shared memory; two of 57,600 keys fit where there are 228 KB"

@@ -13,6 +13,7 @@ _STORAGE = {
     "ragged_blocks": "RaggedStorage",
     "kmeans_assign_wgmma": "NearestStorage",
     "key_bounds_wgmma": "KeyBoundsStorage",
+    "column_sums": "ColumnSumsStorage",
 }
 _TYPES = {"float16": "half_t", "bfloat16": "bf16_t", "float32": "float"}
 
