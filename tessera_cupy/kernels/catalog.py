@@ -396,7 +396,7 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
         ("fp16", "bf16"),
         4,
         1,
-        "48 queries a warp, in registers, so that a fragment of keys feeds three products; two CTAs "
+        "48 queries a warp, in registers: a fragment of keys feeds three products; two CTAs "
         "fit where rows have at most 128 channels",
     ),
     "keep_keys": TokenKernel(

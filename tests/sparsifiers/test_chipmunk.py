@@ -228,7 +228,7 @@ class TestBadInput:
 
     def test_no_grid(self) -> None:
         with pytest.raises(TypeError, match="`grid`: expected a VideoGrid"):
-            chipmunk.select_by(np.zeros((1, 1, 1, 128)), (2, 8, 8))  # type: ignore[arg-type]
+            chipmunk.select_by(np.zeros((1, 1, 1, 128)), (2, 8, 8))
 
 
 CHOICES: list[dict[str, Any]] = [
