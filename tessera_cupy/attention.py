@@ -12,7 +12,7 @@ from typing import Any
 
 from tessera_cupy import gpus, interop
 from tessera_cupy.call import HOST_ARCH as HOST_ARCH
-from tessera_cupy.call import checked
+from tessera_cupy.call import checked, interned
 from tessera_cupy.choice import checked_regime
 from tessera_cupy.kernels.arch import get_arch
 from tessera_cupy.masks import BlockMask, KeySlices
@@ -70,7 +70,7 @@ def make_plan(
     else:
         target = get_arch(HOST_ARCH)
     device = interop.device_of(q, "q") if gpu else None
-    request = make_request(mask, q, k, v, layout=layout, arch=target, on_gpu=gpu)
+    request = interned(make_request(mask, q, k, v, layout=layout, arch=target, on_gpu=gpu))
     if arch is not None:
         device = None
     return Plan(mask, _prepared(mask, request, checked_regime(regime), device, q, None))
