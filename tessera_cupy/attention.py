@@ -145,7 +145,7 @@ def block_sparse_attention(
         if prepared is None or prepared.version != mask.version:
             if prepared is not None:
                 plans.prepared.clear()  # all are of the same version
-            prepared = _prepared(mask, request, checked_regime(regime), device, q, stream)
+            prepared = _prepared(mask, request, checked_regime(regime), device, q, stream, run=True)
             plans.prepared[key] = prepared
     plan = Plan(mask, prepared)
     return plan.run_checked(call, q, k, v, sm_scale, out, return_lse, stream)
@@ -196,9 +196,11 @@ def _prepared(
     device: int | None,
     q: Any,
     stream: Any,
+    *,
+    run: bool = False,
 ) -> Prepared:
     """Choose a plan: on the call's stream, if a GPU has to count the mask."""
     if device is None or isinstance(regime, PlanSpec) or mask.source is None:
         return prepare(mask, request, regime, device)
     with interop.on_stream(stream, (q,), device):
-        return prepare(mask, request, regime, device)
+        return prepare(mask, request, regime, device, run=run)
