@@ -91,13 +91,16 @@ class MaskState:
         """Let the scalars come to the host; nothing else does, and nothing waits yet."""
         return fetch(self.scalars, len(MASK_SCALARS))
 
-    def summary(self, scalars: Fetched) -> MaskSummary:
-        """What the scalars say, once they have come.
+    def summary(self, coming: Fetched | None = None) -> MaskSummary:
+        """What the scalars say, once they are there; nothing else waits or crosses to the host.
+
+        Args:
+            coming: what :meth:`fetch` gave; None has them come now.
 
         Raises:
             ValueError: the mask is none; the message says why.
         """
-        found = scalars.wait()
+        found = (coming or self.fetch()).wait()
         refuse_bad_mask(found)
         layout = self.source.layout
         present = int(found[MASK_SCALARS.index("present")])

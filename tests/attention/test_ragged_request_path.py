@@ -233,8 +233,7 @@ def test_auto_counts_present_blocks(request_of: Any, rng: Any, where: str) -> No
     assert ran[:2] == ["mask_state_dense", "ragged_blocks"]
     if ran[2] == "tile_counts_ragged":
         assert (made.gpu.copied, EmulatedGpu.waits) == (64, 1)
-    state = device_build.mask_state(made.mask.source, "sm_90a", 3)
-    found = state.summary(state.fetch())
+    found = device_build.mask_state(made.mask.source, "sm_90a", 3).summary()
     present = np.prod([np.count_nonzero(s, axis=-1) for s in (q, kv)], axis=0)
     assert (found.nnz, found.blocks) == (made.host.nnz, 2 * present)
     assert found.run_coverage == pytest.approx(made.host.run_coverage())
