@@ -88,7 +88,7 @@ def _add_plan(actions: Commands) -> None:
     plan.add_argument("--head-dim", type=positive, metavar="D", help="default: the model's or 128")
     plan.add_argument(
         "--scheme",
-        type=_scheme,
+        type=scheme,
         default="auto",
         metavar="SCHEME",
         help="auto (default: all of them), ulysses, ring, or UxR: Ulysses degree, ring degree",
@@ -101,7 +101,8 @@ def _add_plan(actions: Commands) -> None:
     plan.set_defaults(run=_plan)
 
 
-def _scheme(text: str) -> Any:
+def scheme(text: str) -> Any:
+    """A scheme as on the command line: a name, or degrees as ``2x4``."""
     degrees = re.fullmatch(r"(\d+)x(\d+)", text)
     if degrees:
         return int(degrees[1]), int(degrees[2])

@@ -108,13 +108,29 @@ class ParallelPlan:
         Raises:
             RankError: a rank failed, this one included, or did not answer in time.
         """
+        return self.run_marked(q, k, v, unmarked, sm_scale=sm_scale)
+
+    def run_marked(
+        self, q: Any, k: Any, v: Any, mark: Mark, *, sm_scale: float | None = None
+    ) -> Any:
+        """:meth:`run`, with a mark after each of its parts.
+
+        Args:
+            q: as for :meth:`run`, as are the others.
+            k: the same.
+            v: the same.
+            mark: told what the work was that the current stream was given since it was last told:
+                ``"attention"``, ``"exchange"``, or ``"copies"``, which are those before and after
+                exchanges, and merging.
+            sm_scale: as for :meth:`run`.
+        """
         clock = Clock(self.timeout)
         self._board.begin()
         try:
             self._check(q, k, v)
         except (TypeError, ValueError) as error:
             raise self._board.failed(error) from error
-        return self.run_checked(q, k, v, sm_scale, clock)
+        return self.run_checked(q, k, v, sm_scale, clock, mark)
 
     def run_checked(
         self,
@@ -125,11 +141,7 @@ class ParallelPlan:
         clock: Clock,
         mark: Mark = unmarked,
     ) -> Any:
-        """:meth:`run` within a round that has begun.
-
-        ``mark`` is told what the work was that the current stream was given since it was last told:
-        ``"attention"``, ``"exchange"``, or ``"copies"``, before and after exchanges, with merging.
-        """
+        """:meth:`run_marked` within a round that has begun."""
         board = self._board
         attention = partial(self._local.compute, sm_scale=sm_scale, regime=self._options.regime)
 
