@@ -8,6 +8,7 @@ deal, and the other deal's, are timed in turns.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -169,6 +170,7 @@ class Parts:
     def __post_init__(self) -> None:
         self.work: NDArray[np.float64] = np.array([_work(mask) for mask in self.masks])
         self._plans: dict[tuple[int, ...], Plan] = {}
+        self._uploaded: dict[int, Any] = {}
         # Heads with equal masks, such as those of a window, are planned once.
         known: dict[bytes, int] = {}
         self._kinds = [known.setdefault(_contents(mask), len(known)) for mask in self.masks]
@@ -178,10 +180,21 @@ class Parts:
         arrays = [x[:, : len(heads)] for x in self.operands]
         kinds = tuple(sorted(self._kinds[head] for head in heads))
         if kinds not in self._plans:
-            mask = joined([self.masks[self._kinds.index(kind)] for kind in kinds], on_gpu=True)
+            mask = self._joined([self._kinds.index(kind) for kind in kinds])
             self._plans[kinds] = make_plan(mask, *arrays)
         out = interop.import_cupy().empty_like(arrays[0])
         return partial(self._plans[kinds].run, *arrays, out=out)
+
+    def _joined(self, heads: Sequence[int]) -> Mask:
+        """The masks of heads as one, over arrays on the GPU unless there are token bits."""
+        masks = [self.masks[head] for head in heads]
+        if any(isinstance(mask, BlockMask) and mask.has_token_bits for mask in masks):
+            return joined(masks)
+        cupy = interop.import_cupy()
+        for head in heads:
+            if head not in self._uploaded:
+                self._uploaded[head] = cupy.asarray(self.masks[head].indices)
+        return joined(masks, cupy.concatenate([self._uploaded[head] for head in heads]))
 
 
 def _work(mask: Mask) -> float:
@@ -193,20 +206,23 @@ def _contents(mask: Mask) -> bytes:
     if isinstance(mask, BlockMask):
         arrays += [mask.partial, mask.token_bits]
         arrays += [x for x in (mask.q_block_sizes, mask.kv_block_sizes) if x is not None]
-    return b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+    made = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        made.update(np.ascontiguousarray(array).data)
+    return made.digest()
 
 
-def joined(masks: Sequence[Mask], *, on_gpu: bool) -> Mask:
+def joined(masks: Sequence[Mask], indices: Any = None) -> Mask:
     """One mask of many heads from masks of one head on the host.
 
     Args:
         masks: of one geometry.
-        on_gpu: over arrays in GPU memory, where the GPU makes the plan, unless there are token
-            bits.
+        indices: theirs, one behind the other, in GPU memory; the mask is then over them, and the
+            GPU makes its plan. None takes the host's.
 
     >>> one = BlockMask.from_dense([[1, 0]], (16, 16))
     >>> two = BlockMask.from_dense([[1, 1]], (16, 16))
-    >>> joined([one, two, one], on_gpu=False).to_dense()[0, :, 0].astype(int).tolist()
+    >>> joined([one, two, one]).to_dense()[0, :, 0].astype(int).tolist()
     [[1, 0], [1, 1], [1, 0]]
     """
     first = masks[0]
@@ -214,12 +230,11 @@ def joined(masks: Sequence[Mask], *, on_gpu: bool) -> Mask:
     indptr: Any = np.concatenate(
         [[0], *(mask.indptr[1:] + end for mask, end in zip(masks, ends, strict=False))]
     ).astype(np.int64)
-    indices: Any = np.concatenate([mask.indices for mask in masks])
+    if indices is None:
+        indices = np.concatenate([mask.indices for mask in masks])
+    else:
+        indptr = interop.import_cupy().asarray(indptr)
     blocks = [mask for mask in masks if isinstance(mask, BlockMask)]
-    with_bits = any(mask.has_token_bits for mask in blocks)
-    if on_gpu and not with_bits:
-        cupy = interop.import_cupy()
-        indptr, indices = cupy.asarray(indptr), cupy.asarray(indices)
     if isinstance(first, KeySlices):
         return KeySlices.from_csr(indptr, indices, first.group, first.shape, heads=len(masks))
     more: dict[str, Any] = {
@@ -227,7 +242,7 @@ def joined(masks: Sequence[Mask], *, on_gpu: bool) -> Mask:
         for name in ("q_block_sizes", "kv_block_sizes")
         if getattr(first, name) is not None
     }
-    if with_bits:
+    if any(mask.has_token_bits for mask in blocks):
         before = np.cumsum([0, *(len(mask.token_bits) for mask in blocks)])
         moved = [
             np.where(mask.partial >= 0, mask.partial + place, -1)

@@ -39,7 +39,7 @@ def heads_of(kind: str) -> list[BlockMask | KeySlices]:
 @pytest.mark.parametrize("kind", ["blocks", "ragged", "tokens", "slices"])
 def test_a_part_has_the_masks_of_its_heads(kind: str) -> None:
     masks = heads_of(kind)
-    part = joined([masks[2], masks[0], masks[1], masks[2]], on_gpu=False)
+    part = joined([masks[2], masks[0], masks[1], masks[2]])
     assert isinstance(part, KeySlices) == (kind == "slices")
     found = block_mask(part).to_tokens()[0]
     for head, mask in zip(found, (masks[2], masks[0], masks[1], masks[2]), strict=True):
