@@ -24,6 +24,7 @@ from tessera_cupy.bench import clips, gpu
 from tessera_cupy.bench.balance import checked_numbers, columns_of
 from tessera_cupy.bench.corpus import NAMES, Source, samples_of
 from tessera_cupy.bench.machine import machine
+from tessera_cupy.bench.rules_times import bfloat16_bits
 from tessera_cupy.bench.sheet import NONE, Sheet
 from tessera_cupy.errors import MissingExtraError
 from tessera_cupy.masks import BlockMask, KeySlices
@@ -76,12 +77,7 @@ def measure_balance(
     cupy = interop.import_cupy()
     source = Source(clip, grid, max(heads), _HEAD_DIM)
     features = cupy.asarray(clips.read_features(clip, grid))
-    operands = [
-        cupy.random.standard_normal((1, max(heads), grid.tokens, _HEAD_DIM), np.float32).astype(
-            interop.numpy_dtype("bfloat16")
-        )
-        for _ in range(3)
-    ]
+    operands = _operands(max(heads), grid.tokens)
     rows = []
     for name in names:
         rows.append(_row(name, source, features, operands, heads, ranks))
@@ -96,6 +92,17 @@ def measure_balance(
         "tokens": grid.tokens,
         "rows": rows,
     }
+
+
+def _operands(heads: int, tokens: int) -> list[Any]:
+    """q, k and v on the GPU, (1, heads, tokens, d) bfloat16: normal, and the same in each head."""
+    cupy, rng = interop.import_cupy(), np.random.default_rng(0)
+    made = []
+    for _ in range(3):
+        bits = bfloat16_bits(rng.standard_normal((1, 1, tokens, _HEAD_DIM), np.float32))
+        of_heads = cupy.repeat(cupy.asarray(bits), heads, axis=1)
+        made.append(of_heads.view(interop.numpy_dtype("bfloat16")))
+    return made
 
 
 def _row(
