@@ -39,8 +39,8 @@ class Timeline:
         head: (N,) int32, query head ``b * q_heads + h``.
         first_row: (N,) int32, the first query row of its tile.
         is_part: (N,) bool, split-K parts, which are merged.
-        merge_ms: milliseconds from the end of the attention kernel to that of the merge; 0 without
-            one.
+        merge_ms: milliseconds from the end of the attention kernel to that of the merge; 0 where
+            none is launched. A plan that the GPU makes has one launched even if nothing is split.
         tick_us: what the times are multiples of, as far as they show: the GPU's timer counts
             nanoseconds, in steps of 0.032 us and up to 1 us. 0 where no two times differ.
     """

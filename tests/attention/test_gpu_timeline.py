@@ -79,7 +79,8 @@ def check(made: Any, found: Any, records: Any, gpu: Any) -> None:
     assert found.slot.max() < found.slots
     assert 1 <= found.balance <= sms
     assert found.busy_us.sum() == pytest.approx((found.end_us - found.begin_us).sum())
-    assert (found.merge_ms > 0) == bool(tasks.slots)
+    # A plan that the GPU makes has its merge launched whether it splits or not.
+    assert found.merge_ms > 0 or not tasks.slots
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["from the host", "made there"])

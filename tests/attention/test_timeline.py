@@ -106,7 +106,8 @@ def test_all_tasks_are_timed_and_nothing_else_changes(
     assert found.steps.tolist() == (tasks.task_end - tasks.task_begin).tolist()
     assert found.first_row.tolist() == tiles.tile_q[tasks.task_tile, 0].tolist()
     assert found.is_part.tolist() == (tasks.task_slot >= 0).tolist()
-    assert (found.merge_ms > 0) == bool(tasks.slots)
+    # A plan that the GPU makes has its merge launched whether it splits or not.
+    assert found.merge_ms > 0 or not tasks.slots
     persistent = "wgmma" in regime
     cta = np.arange(len(tasks)) % made.model.capacity if persistent else np.arange(len(tasks))
     assert found.sm.tolist() == (cta % SMS).tolist()
