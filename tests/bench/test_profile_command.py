@@ -23,6 +23,9 @@ class Predictable:
         self.arch = get_arch(arch)
         self.device = f"A GPU of {arch}"
 
+    def summary(self, mask):
+        return None
+
     def times(self, mask, heads, head_dim, plans):
         return tuple(PlanTime(p, "timed", len(p.name) / 8, 1.0, 9.0) for p in plans)
 

@@ -11,7 +11,7 @@ from tessera_cupy.regimes.schema import read_document
 from tessera_cupy.regimes.tree import MIN_CASES
 from tessera_cupy.regimes.writer import table_text, write_table
 
-from .measured import MERGE, REGROUP, RETAIN, SHARE, case, crossing, features, measured
+from .measured import GATHER, MERGE, REGROUP, RETAIN, SHARE, case, crossing, features, measured
 
 PRIOR = load_for("sm90").document
 PATH = Path("sm90.yaml")
@@ -121,7 +121,9 @@ def test_kinds_of_masks_are_keys_of_their_own():
         {"slices": True, "token_bits": True, "block_kv": 16},
     ]
     cases = [
-        case({SHARE: 1.0}, 8 * n + i, **kind) for n, kind in enumerate(kinds) for i in range(8)
+        case({GATHER if "slices" in kind else SHARE: 1.0}, 8 * n + i, **kind)
+        for n, kind in enumerate(kinds)
+        for i in range(8)
     ]
     cases += [case({MERGE: 1.0}, 1000, block_q=16)]  # too few
     made = table(measured(cases))
