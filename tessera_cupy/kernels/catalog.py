@@ -44,7 +44,8 @@ class KernelConfig:
         stages: K and V stages in shared memory.
         min_ctas: CTAs that fit on one multiprocessor together; bounds the registers.
         features: ``("bits",)`` when it reads token bits; ``("twins",)`` when pairs of CTAs share
-            the loads of equal lists; ``("gather",)`` when rows of a fragment may lie anywhere; for
+            the loads of equal lists; ``("gather",)`` when rows of a fragment may lie anywhere;
+            ``"timed"`` last, when it keeps time of its tasks (:func:`timed`); for
             ``mask_state`` one of :data:`MASK_FORMATS`, and ``"long"`` where rows are built 65,536
             columns at a time; for a kernel over tokens one of :data:`ELEMENTS`, if it reads any;
             else empty.
@@ -108,6 +109,16 @@ class KernelConfig:
     def twins(self) -> bool:
         """Whether pairs of CTAs load the steps of equal lists for each other."""
         return "twins" in self.features
+
+    @property
+    def timed(self) -> bool:
+        """Whether it writes down when and where its tasks run."""
+        return "timed" in self.features
+
+    @property
+    def time_parts(self) -> int:
+        """Parts of a CTA whose times a timed entry keeps: warpgroups that go at their own pace."""
+        return self.tile_q // 64 if self.kernel == "attend_wgmma" else 1
 
     @property
     def rows_together(self) -> int:
@@ -590,6 +601,18 @@ def twin_of(config: KernelConfig) -> KernelConfig | None:
         if replace(other, why="") == twins:
             return other
     return None
+
+
+@cache
+def timed(config: KernelConfig) -> KernelConfig:
+    """The entry that also keeps time of its tasks, which no catalog lists: it is built on demand.
+
+    >>> timed(find("sm_80", "attend_mma", "float16", 64, 64, 64, bits=True)).name
+    'attend_mma_fp16_d64_q64k64w4_bits_timed'
+    """
+    assert config.attends
+    why = f"{config.why}; when and where tasks run, for Plan.timeline()"
+    return replace(config, features=(*config.features, "timed"), why=why)
 
 
 @cache

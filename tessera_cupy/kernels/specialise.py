@@ -31,7 +31,7 @@ def source(config: KernelConfig) -> str:
     """
     arguments, storage = _instance(config)
     text = f'// {config.name} for {config.arch}\n#include "{config.kernel}.cu"\n\n'
-    text += f"TESSERA_{config.kernel.upper()}({arguments})\n"
+    text += f"TESSERA_{config.kernel.upper()}{'_TIMED' if config.timed else ''}({arguments})\n"
     if not storage:
         return text
     if storage.endswith("<Config>"):
