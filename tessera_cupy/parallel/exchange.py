@@ -75,9 +75,9 @@ class Arrival:
     text_first: bool = False
     joined: tuple[Any, Any] | None = None
 
-    def keep_own(self) -> None:
-        """Copy what comes from the rank itself."""
-        for one in self.copies:
+    def keep_own(self, which: slice = slice(None)) -> None:
+        """Copy what comes from the rank itself, or some of it."""
+        for one in self.copies[which]:
             copy_heads(one.target, one.source, one.heads)
 
     def keys(self) -> tuple[Any, Any]:

@@ -11,10 +11,13 @@ in turn in one process. All ranks yield the same kinds of requests in the same o
 
 Ulysses goes in turns (:mod:`tessera_cupy.parallel.exchange`). First all turns begin to arrive, one
 after the other; then each is waited for and computed, and its outputs begin to leave; those are
-waited for at the end. On a GPU, what moves has a stream of its own. A kernel of NCCL that comes
-when attention has taken all multiprocessors waits for some of them, so each move begins before
-the attention under which it is to run: arrivals before all attention, and outputs before the copy
-of those that stay, behind which the attention of the next turn begins.
+waited for at the end.
+
+On a GPU, what moves has a stream of its own. A kernel of NCCL that comes when attention has taken
+all multiprocessors waits for some of them. So a small copy is kept for the place between what NCCL
+waits for and the attention under which it is to run: one of the first turn's own rows behind the
+first wait, at which the next arrival begins, and the outputs that stay behind each attention, at
+whose end the others begin to leave. That NCCL begins within such a copy is assumed.
 """
 
 from __future__ import annotations
@@ -57,13 +60,16 @@ def attend(
         arrival = shard.arrive(turn) if moves else shard.stay()
         begun = (yield arrival.move) if moves else None
         arrivals.append((arrival, begun))
-    for arrival, _ in arrivals:
-        arrival.keep_own()
+    several = schedule.turn_count > 1
+    for turn, (arrival, _) in enumerate(arrivals):
+        arrival.keep_own(slice(-1) if several and turn == 0 else slice(None))
     result = view = None
     leaving: list[tuple[Back, Any]] = []
     for turn, (arrival, begun) in enumerate(arrivals):
         if moves:
             yield Wait(begun)
+        if several and turn == 0:
+            arrival.keep_own(slice(-1, None))
         out = yield from _ring(schedule, rank, turn, arrival, compute)
         if not moves and not schedule.q.text:
             return contiguous(heads_first(out, layout))

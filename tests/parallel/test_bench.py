@@ -60,26 +60,29 @@ def test_every_scheme_is_compared_and_timed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- bench:parallel -->\n<!-- /bench:parallel -->\n")
     mask = uneven(tmp_path / "masks.npz", [8, 8, 2, 2])
-    done = torchrun(tmp_path, 2, [*SIZES, *mask, "--json", "--into", str(page)])
+    words = [*SIZES, *mask, "--turns", "1", "2", "--json", "--into", str(page)]
+    done = torchrun(tmp_path, 2, words)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert (report["tokens"], report["density"], report["passed"]) == (640, 0.5, True)
     alone, *rows = report["rows"]
     assert alone["ranks"] == 1
-    assert [(row["scheme"], row["split"]) for row in rows] == [
-        ("ulysses", "work"),
-        ("ulysses", "count"),
-        ("ring", None),
+    assert [(row["scheme"], row["split"], row["turns"]) for row in rows] == [
+        ("ulysses", "work", 1),
+        ("ulysses", "work", 2),
+        ("ulysses", "count", 1),
+        ("ring", None, 1),
     ]
     # 8 and 2 columns for each rank; 16 of 20 columns are one rank's where numbers are equal.
-    assert [row["work"] for row in rows] == pytest.approx([1.0, 1.6, 1.0])
+    assert [row["work"] for row in rows] == pytest.approx([1.0, 1.0, 1.6, 1.0])
+    assert rows[0]["predicted_ms"] != rows[1]["predicted_ms"]
     for row in rows:
         assert row["efficiency"] == pytest.approx(alone["ms"] / row["ms"] / 2)
         assert row["check"]["rows"] == 4 * 640
         assert row["attention_ms"]["most"] >= row["attention_ms"]["mean"] > 0
     # Half of the heads of q, k, v and O, 320 rows of 64 bytes, from each rank to the other.
-    assert [row["sent_bytes"]["total"] for row in rows[:2]] == [2 * 4 * 2 * 320 * 64] * 2
-    assert "| ulysses | count |" in page.read_text()
+    assert [row["sent_bytes"]["total"] for row in rows[:3]] == [2 * 4 * 2 * 320 * 64] * 3
+    assert "| ulysses | work | 2 |" in page.read_text()
     assert "torchrun --nproc-per-node 2 -m tessera_cupy" in page.read_text()
 
 
