@@ -137,7 +137,7 @@ def test_kinds_of_masks_are_keys_of_their_own():
 
 def test_dtypes_are_one_key_unless_both_have_cases_enough():
     few = [case({SHARE: 1.0}, i, dtype="bfloat16") for i in range(40)]
-    few += [case({MERGE: 1.0}, 40 + i, dtype="float16") for i in range(MIN_CASES - 1)]
+    few += [case({MERGE: 1.0}, 40 + i, dtype="float16") for i in range(LEAST_CASES - 1)]
     assert len(table(measured(few)).document.keys) == 1
     enough = [*few, case({MERGE: 1.0}, 99, dtype="float16")]
     made = table(measured(enough))
