@@ -6,7 +6,7 @@ SPADE, each rule on its own small one, where the NumPy code takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,14 +47,23 @@ def count_balance(
     Raises:
         ValueError: no heads or ranks.
     """
-    for name, numbers in (("heads", heads), ("ranks", ranks)):
-        if not numbers or min(numbers) < 1:
-            raise ValueError(wrong(name, "numbers of at least 1", list(numbers), "pass some"))
+    checked_numbers(heads=heads, ranks=ranks)
     rows = []
     for name in names:
         rows.append(_row(name, heads, ranks, clip))
         on_mask(name)
     return {"heads": list(heads), "ranks": list(ranks), "clip": clip, "rows": rows}
+
+
+def checked_numbers(**numbers: Sequence[int]) -> None:
+    """Refuse numbers of heads or ranks that are none.
+
+    Raises:
+        ValueError: an empty list, or a number below 1.
+    """
+    for name, given in numbers.items():
+        if not given or min(given) < 1:
+            raise ValueError(wrong(name, "numbers of at least 1", list(given), "pass some"))
 
 
 def _row(name: str, heads: Sequence[int], ranks: Sequence[int], clip: str) -> dict[str, Any]:
@@ -82,10 +91,15 @@ def _row(name: str, heads: Sequence[int], ranks: Sequence[int], clip: str) -> di
     return {**found, "density": float(np.mean(density)), "cases": cases}
 
 
+def columns_of(found: Mapping[str, Any]) -> tuple[list[tuple[int, int]], list[str]]:
+    """The (heads, ranks) of a table on balance, and the titles of its columns."""
+    cases = [(heads, ranks) for heads in found["heads"] for ranks in found["ranks"]]
+    return cases, ["mask", "density", *(f"{heads} heads, {ranks} ranks" for heads, ranks in cases)]
+
+
 def balance_sheet(found: dict[str, Any]) -> Sheet:
     """The table: for each number of heads and ranks dealt by work, and split by count."""
-    cases = [(heads, ranks) for heads in found["heads"] for ranks in found["ranks"]]
-    columns = ["mask", "density", *(f"{heads} heads, {ranks} ranks" for heads, ranks in cases)]
+    cases, columns = columns_of(found)
     rows = []
     for row in found["rows"]:
         if "reason" in row:

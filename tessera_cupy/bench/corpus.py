@@ -136,12 +136,23 @@ def _stream(
     for source in sources:
         features = to_device(clips.read_features(source.clip, source.grid))
         for head in range(source.heads):
-            made = clips.project(
-                features, source.grid, head, head_dim=source.head_dim, seed=source.layer
-            )
-            arrays = tuple(x[None, None] for x in made)
-            for name in names:
-                yield Sample(source, name, head, _select(name, source.grid, head, *arrays))
+            yield from samples_of(source, names, head, features)
+
+
+def samples_of(source: Source, names: Sequence[str], head: int, features: Any) -> Iterator[Sample]:
+    """The masks of one head.
+
+    Args:
+        source: what q and k are made from.
+        names: rules and families.
+        head: number of the head.
+        features: of the source's clip, as :func:`~tessera_cupy.bench.clips.read_features` gives
+            them; where they are, q and k are made.
+    """
+    made = clips.project(features, source.grid, head, head_dim=source.head_dim, seed=source.layer)
+    arrays = tuple(x[None, None] for x in made)
+    for name in names:
+        yield Sample(source, name, head, _select(name, source.grid, head, *arrays))
 
 
 def _family(name: str) -> Family | None:

@@ -23,14 +23,14 @@ def machine() -> dict[str, Any]:
     return {"gpu": gpu.name(), "driver": gpu.driver(), "versions": versions()}
 
 
+def host_machine() -> dict[str, Any]:
+    """The same of a machine whose CPU computes, with what runs there."""
+    return {"gpu": "CPU process", "driver": None, "versions": _own_versions()}
+
+
 def versions() -> dict[str, str]:
     """Versions of what the figures depend on, by name; what is not installed is left out."""
-    found = {
-        "tessera_cupy": __version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "cupy": interop.import_cupy().__version__,
-    }
+    found = {**_own_versions(), "cupy": interop.import_cupy().__version__}
     if gpu.has_torch():
         import torch
 
@@ -40,3 +40,11 @@ def versions() -> dict[str, str]:
         found["torch"] = torch.__version__  # with the CUDA that it was built for
         found["cudnn"] = str(torch.backends.cudnn.version())
     return found
+
+
+def _own_versions() -> dict[str, str]:
+    return {
+        "tessera_cupy": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }

@@ -6,7 +6,7 @@ have:
 ==============  =================================================================================
 ``schema``      1; it rises when a key changes its meaning or goes
 ``bench``       the command's name: ``attention``, ``families``, ``request``, ``rules``, ``slices``,
-                ``regret``
+                ``regret``, ``parallel``
 ``date``        the day that it ended, UTC, as ``2026-12-01``
 ``command``     the command line
 ``gpu``         the GPU's name
@@ -25,7 +25,9 @@ stands for a measured time, of a peer or of dense attention, ``spread_ms`` stand
 ``tflops`` counts 4 * d operations for each active pair of a query and a key, of dense attention
 for every pair.
 
-``regret`` has ratios of times in place of times, in a row for each kind of mask.
+``regret`` has ratios of times in place of times, in a row for each kind of mask. ``parallel`` has a
+row for one GPU, and one for each scheme, with a ``check`` against the former, whose ``error`` is
+relative to the largest number; ``driver`` is null where the ranks are CPU processes.
 
 All but ``attention`` check outputs and have ``passed``, whether all were right, with a ``check``
 for each mask. ``families`` and ``request`` have ``cases``, the figures of each mask, of which the
@@ -33,7 +35,7 @@ rows are means over clips (of ``spread_ms`` of its ends), ``peers``, who took pa
 ``left_out``, by name why others did not. Numbers that are not finite are null.
 
 >>> sorted(KINDS)
-['attention', 'families', 'regret', 'request', 'rules', 'slices']
+['attention', 'families', 'parallel', 'regret', 'request', 'rules', 'slices']
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from tessera_cupy.bench import (
     attention_table,
     families_table,
     markers,
+    parallel_table,
     regret_table,
     request_table,
     rules_table,
@@ -76,6 +79,7 @@ class Kind(NamedTuple):
 KINDS = {
     "attention": Kind(attention_table.attention_sheets, (attention_table.NAME,)),
     "families": Kind(families_table.families_sheets, (families_table.NAME,)),
+    "parallel": Kind(parallel_table.parallel_sheets, (parallel_table.NAME,)),
     "regret": Kind(regret_table.regret_sheets, (regret_table.NAME,)),
     "request": Kind(request_table.request_sheets, (request_table.NAME,)),
     "rules": Kind(rules_table.rules_sheets, (rules_table.NAME,)),
@@ -151,7 +155,7 @@ def sheets_of(report: Mapping[str, Any]) -> list[Sheet]:
 def warnings_of(report: Mapping[str, Any]) -> Iterator[str]:
     """What was not measured, and what was wrong, in a line each."""
     for case in report.get("cases", report["rows"]):
-        name = f"{case.get('family') or case.get('rule')} {case.get('clip')}"
+        name = _name(case)
         if "reason" in case:
             yield f"{name} was not measured: {case['reason']}"
         beside = case.get("beside") or {}
@@ -161,6 +165,14 @@ def warnings_of(report: Mapping[str, Any]) -> Iterator[str]:
                     f"wrong output on {name}{what}: error {check['error']:.1e}, "
                     f"{check['allowed']:.1e} allowed"
                 )
+
+
+def _name(case: Mapping[str, Any]) -> str:
+    if "scheme" in case:
+        return (
+            f"{case['scheme']}, heads by {case['split']}" if case.get("split") else case["scheme"]
+        )
+    return f"{case.get('family') or case.get('rule')} {case.get('clip')}"
 
 
 def places(bench: str, suffix: str | None) -> list[str]:

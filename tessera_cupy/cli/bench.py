@@ -12,7 +12,7 @@ from tessera_cupy.bench.clips import CLIPS
 from tessera_cupy.bench.families import FAMILIES, MASKS
 from tessera_cupy.bench.peers import PEERS, SPARSE
 from tessera_cupy.bench.rules import RULES
-from tessera_cupy.cli import regret
+from tessera_cupy.cli import bench_parallel, regret
 from tessera_cupy.cli.measured import add_measurement, add_places, show
 from tessera_cupy.cli.output import Commands, Output, add_json
 
@@ -26,6 +26,7 @@ def add_to(commands: Commands) -> None:
     _add_request(kinds)
     _add_rules(kinds)
     _add_slices(kinds)
+    bench_parallel.add_to(kinds)
     regret.add_to(kinds)
     _add_report(kinds)
 

@@ -88,7 +88,7 @@ def _add_plan(actions: Commands) -> None:
     plan.add_argument("--head-dim", type=positive, metavar="D", help="default: the model's or 128")
     plan.add_argument(
         "--scheme",
-        type=_scheme,
+        type=scheme,
         default="auto",
         metavar="SCHEME",
         help="auto (default: all of them), ulysses, ring, or UxR: Ulysses degree, ring degree",
@@ -101,7 +101,8 @@ def _add_plan(actions: Commands) -> None:
     plan.set_defaults(run=_plan)
 
 
-def _scheme(text: str) -> Any:
+def scheme(text: str) -> Any:
+    """A scheme as on the command line: a name, or degrees as ``2x4``."""
     degrees = re.fullmatch(r"(\d+)x(\d+)", text)
     if degrees:
         return int(degrees[1]), int(degrees[2])
@@ -184,7 +185,12 @@ def _add_balance(actions: Commands) -> None:
         "balance",
         help="how even heads lie on ranks, on masks of every family and rule",
         description="Masks regenerated from video frames, on small grids: the work of the busiest "
-        "rank over the mean, with heads dealt by their work and in equal numbers. Counted.",
+        "rank over the mean, with heads dealt by their work and in equal numbers. Counted; with "
+        "--measure the time of each rank's attention, one rank after another on the GPU here, on "
+        "a grid of 32,760 tokens.",
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="time it on the GPU here in place of counting"
     )
     parser.add_argument("--heads", type=positive, nargs="+", default=[24, 40], metavar="N")
     parser.add_argument("--ranks", type=positive, nargs="+", default=[2, 4, 8], metavar="N")
@@ -201,37 +207,38 @@ def _add_balance(actions: Commands) -> None:
         type=Path,
         metavar="FILE.md",
         help="also write the table between <!-- bench:parallel-balance --> and its end in a "
-        "Markdown file",
+        "Markdown file; with --measure, the place is parallel-balance-measured",
     )
     add_json(parser)
     parser.set_defaults(run=_balance)
 
 
 def _balance(args: argparse.Namespace, output: Output) -> int:
-    from tessera_cupy.bench import markers
-    from tessera_cupy.bench.balance import NAME, balance_sheet, count_balance
+    from tessera_cupy.bench import balance, balance_times, markers
     from tessera_cupy.bench.corpus import NAMES
     from tessera_cupy.bench.report import measured_by
 
+    place = balance_times.NAME if args.measure else balance.NAME
     if args.into:
-        markers.check(args.into, [NAME])
+        markers.check(args.into, [place])
     names = args.name or NAMES
+    run = balance_times.measure_balance if args.measure else balance.count_balance
     with Progress(console=output.console, transient=True) as progress:
         task = progress.add_task("masks", total=len(names))
-        found = count_balance(
+        found = run(
             heads=args.heads,
             ranks=args.ranks,
             clip=args.clip,
             names=names,
             on_mask=lambda name: progress.advance(task),
         )
-    sheet = balance_sheet(found)
+    sheet = balance_times.measured_sheet(found) if args.measure else balance.balance_sheet(found)
     output.show(found, sheet.drawn())
     for row in found["rows"]:
         if "reason" in row:
-            output.warn(f"{row['mask']} was not counted: {row['reason']}")
+            output.warn(f"{row['mask']} was left out: {row['reason']}")
     if args.into:
         command = measured_by(shlex.join(["tessera-cupy", *sys.argv[1:]]))
-        markers.replace(args.into, {NAME: sheet.markdown(command)})
-        output.console.print(f"{args.into}: {NAME}", markup=False, soft_wrap=True)
+        markers.replace(args.into, {place: sheet.markdown(command)})
+        output.console.print(f"{args.into}: {place}", markup=False, soft_wrap=True)
     return 0

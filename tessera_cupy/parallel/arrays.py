@@ -30,11 +30,39 @@ def heads_first(array: Any, layout: str) -> Any:
     return array.swapaxes(1, 2)
 
 
+def pieces(array: Any, heads: Sequence[int]) -> list[Any]:
+    """Views (tokens, dim) of some heads of a (batch, heads, tokens, dim) array, batch by batch.
+
+    Views rather than one array that a list of heads picks: torch would copy that list to a GPU, for
+    which the host waits.
+    """
+    return [array[batch, head] for batch in range(array.shape[0]) for head in heads]
+
+
 def rows(parts: Sequence[Any], like: Any) -> Any:
-    """Arrays one after the other, each as (rows, head dim)."""
-    dim = like.shape[-1]
-    flat = [part.reshape(-1, dim) for part in parts]
-    return namespace(like).concatenate([empty(like, 0, dim), *flat])
+    """Arrays of (rows, dim) one after the other, in one copy; none are an empty one of its kind."""
+    return namespace(like).concatenate(parts) if parts else empty(like, 0, like.shape[-1])
+
+
+def copy_heads(target: Any, source: Any, heads: Sequence[int]) -> None:
+    """Copy some heads of an array, (batch, heads, tokens, dim), to all heads of another one."""
+    for place, head in enumerate(heads):
+        target[:, place] = source[:, head]
+
+
+def place_heads(target: Any, source: Any, heads: Sequence[int]) -> None:
+    """Copy all heads of an array to these heads of another one."""
+    for place, head in enumerate(heads):
+        target[:, head] = source[:, place]
+
+
+def of_heads(array: Any, heads: Sequence[int]) -> Any:
+    """Some heads of a (batch, heads, tokens, dim) array: itself where they are all of its own."""
+    if list(heads) == list(range(array.shape[1])):
+        return array
+    picked = empty(array, array.shape[0], len(heads), *array.shape[2:])
+    copy_heads(picked, array, heads)
+    return picked
 
 
 def float32(array: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
+from tessera_cupy.parallel.facts import agree
 from tessera_cupy.parallel.plan import Options, ParallelPlan, exchanged, plan_of
 from tessera_cupy.parallel.status import TIMEOUT, Clock, board_of, checked_group, checked_timeout
 from tessera_cupy.regimes import PlanSpec, Table
@@ -66,6 +67,7 @@ def attention(
     board = board_of(checked_group(group))
     board.begin()
     told = exchanged(board, mask, q, k, v, options, clock)
+    agree(told, board.name)  # also where this rank has a plan: another one may have changed
     key = _key(board.group, told, options)
     given = block_mask(mask)
     known = _plans.get(key)

@@ -31,6 +31,10 @@ _SAME = {
 }
 
 
+#: Where a rank's tensors are; a rank that plans without tensors says None.
+HOST, GPU = "host memory", "a GPU"
+
+
 def facts(
     mask: Any,
     q: Any,
@@ -82,6 +86,7 @@ def facts(
         "text": text,
         "text_first": bool(text_first),
         "most_heads": most_heads,
+        "place": None if isinstance(q, ArraySpec) else HOST if interop.on_host(q) else GPU,
         "host": socket.gethostname(),
     }
 
@@ -104,6 +109,11 @@ def agree(told: Sequence[dict[str, Any]], name: Callable[[int], str]) -> tuple[S
             if its[key] != told[0][key]:
                 got = f"{told[0][key]!r} on {name(0)} and {its[key]!r} on {name(rank)}"
                 raise ValueError(wrong(argument, f"the same {what} on all ranks", got, fix))
+    places = {its["place"]: rank for rank, its in enumerate(told) if its["place"]}
+    if len(places) > 1:
+        got = " and ".join(f"{place} on {name(rank)}" for place, rank in places.items())
+        fix = "move each rank's tensors to its own GPU"
+        raise ValueError(wrong("q", "tensors on a GPU on all ranks, or on none", got, fix))
     first = told[0]
     q, kv = (
         Shards(tuple(its[key] for its in told), first["text"], first["text_first"])

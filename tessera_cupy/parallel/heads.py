@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tessera_cupy.errors import wrong
-from tessera_cupy.masks import BlockMask
+from tessera_cupy.masks import BlockMask, KeySlices
 
 #: A new mask keeps the old deal while its balance is within this factor of the best new one's.
 KEEP_WITHIN = 1.03
@@ -66,6 +66,8 @@ def balance(loads: NDArray[Any]) -> float:
 def head_work(mask: BlockMask, heads: int) -> NDArray[np.float64]:
     """Pairs of tokens in the active blocks of each head, partial blocks counted whole.
 
+    Of key slices their own pairs: plans that gather compute these, not the blocks around them.
+
     Args:
         mask: the mask, on the host.
         heads: query heads; a mask of one head stands for all.
@@ -77,6 +79,9 @@ def head_work(mask: BlockMask, heads: int) -> NDArray[np.float64]:
     >>> head_work(mask, 2).tolist()
     [640.0, 1000.0]
     """
+    if mask.slices is not None:
+        of_slices = slices_work(mask.slices)
+        return np.array(np.broadcast_to(of_slices, (heads,)))
     nq, nk = mask.num_blocks
     axes = (mask.batch * mask.heads, -1)
     q = np.diff(np.broadcast_to(mask.q_starts(), (mask.batch, mask.heads, nq + 1))).reshape(axes)
@@ -89,6 +94,19 @@ def head_work(mask: BlockMask, heads: int) -> NDArray[np.float64]:
         work[head] = float(np.diff(before[ptr - ptr[0]]) @ q[head])
     summed: NDArray[np.float64] = work.reshape(mask.batch, mask.heads).sum(axis=0)
     return np.array(np.broadcast_to(summed, (heads,)))
+
+
+def slices_work(slices: KeySlices) -> NDArray[np.float64]:
+    """(heads,) pairs of tokens that key slices keep in each head, over their batch.
+
+    >>> slices = KeySlices.from_groups([[[1, 0, 1]], [[0, 1, 0]]], 16, (10, 3))
+    >>> slices_work(slices).tolist()
+    [20.0, 10.0]
+    """
+    counts = np.diff(slices.indptr).reshape(slices.batch, slices.heads, -1)
+    edges = np.minimum(np.arange(counts.shape[2] + 1) * slices.group, slices.shape[0])
+    work: NDArray[np.float64] = (counts * np.diff(edges)).sum(axis=(0, 2)).astype(np.float64)
+    return work
 
 
 def deal(work: ArrayLike, ranks: int, *, shared: int = 1, most_heads: int | None = None) -> Deal:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tessera_cupy.attention import block_sparse_attention
 from tessera_cupy.masks import BlockMask
+from tessera_cupy.parallel.arrays import of_heads
 from tessera_cupy.parallel.schedule import Schedule
 from tessera_cupy.regimes import PlanSpec, Table
 
@@ -60,4 +61,4 @@ class Local:
         held = sorted(set(of_head))
         if len({of_head.count(head) for head in held}) == 1:
             return keys
-        return keys[:, [held.index(head) for head in of_head]]
+        return of_heads(keys, [held.index(head) for head in of_head])

@@ -10,16 +10,17 @@ from typing import Any
 
 from tessera_cupy import interop
 from tessera_cupy.call import HOST_ARCH
-from tessera_cupy.errors import RankError, wrong
+from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.arch import get_arch
+from tessera_cupy.kernels.launch import Mark, unmarked
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.parallel.degrees import Degrees, checked_scheme
-from tessera_cupy.parallel.facts import agree, facts
+from tessera_cupy.parallel.facts import GPU, agree, facts
 from tessera_cupy.parallel.heads import Deal
 from tessera_cupy.parallel.local import Local
 from tessera_cupy.parallel.program import attend
-from tessera_cupy.parallel.schedule import Schedule, make_schedule
+from tessera_cupy.parallel.schedule import Schedule, group_pairs, make_schedule
 from tessera_cupy.parallel.status import (
     TIMEOUT,
     Board,
@@ -27,9 +28,8 @@ from tessera_cupy.parallel.status import (
     board_of,
     checked_group,
     checked_timeout,
-    distributed,
 )
-from tessera_cupy.parallel.transfers import TransferError, drive
+from tessera_cupy.parallel.transfers import TransferError, drive, meet
 from tessera_cupy.regimes import PlanSpec, Table
 from tessera_cupy.request import ArraySpec, make_request
 
@@ -108,21 +108,53 @@ class ParallelPlan:
         Raises:
             RankError: a rank failed, this one included, or did not answer in time.
         """
+        return self.run_marked(q, k, v, unmarked, sm_scale=sm_scale)
+
+    def run_marked(
+        self, q: Any, k: Any, v: Any, mark: Mark, *, sm_scale: float | None = None
+    ) -> Any:
+        """:meth:`run`, with a mark after each of its parts.
+
+        Args:
+            q: as for :meth:`run`, as are the others.
+            k: the same.
+            v: the same.
+            mark: told what the work was that the current stream was given since it was last told:
+                ``"attention"``, ``"exchange"``, or ``"copies"``, which are those before and after
+                exchanges, and merging.
+            sm_scale: as for :meth:`run`.
+        """
         clock = Clock(self.timeout)
         self._board.begin()
         try:
             self._check(q, k, v)
         except (TypeError, ValueError) as error:
             raise self._board.failed(error) from error
-        return self.run_checked(q, k, v, sm_scale, clock)
+        return self.run_checked(q, k, v, sm_scale, clock, mark)
 
-    def run_checked(self, q: Any, k: Any, v: Any, sm_scale: float | None, clock: Clock) -> Any:
-        """:meth:`run` within a round that has begun."""
+    def run_checked(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        sm_scale: float | None,
+        clock: Clock,
+        mark: Mark = unmarked,
+    ) -> Any:
+        """:meth:`run_marked` within a round that has begun."""
         board = self._board
-        compute = partial(self._local.compute, sm_scale=sm_scale, regime=self._options.regime)
+        attention = partial(self._local.compute, sm_scale=sm_scale, regime=self._options.regime)
+
+        def compute(*given: Any) -> Any:
+            mark("copies")
+            found = attention(*given)
+            mark("attention")
+            return found
+
         program = attend(self.schedule, self.rank, q, k, v, self.layout, compute)
+        _meet(board, q)
         try:
-            result = drive(program, board.group, clock)
+            result = drive(program, board.group, clock, mark)
         except TransferError as lost:
             raise board.verdict(lost, clock) from lost.__cause__
         except Exception as error:
@@ -144,6 +176,17 @@ class ParallelPlan:
         """
         q, kv = (ArraySpec(shape, self.dtype) for shape in self.shapes)
         return agreed(block_mask(mask), q, kv, kv, self._options, Clock(self.timeout), self)
+
+    def with_deal(self, deal: Deal) -> ParallelPlan:
+        """The same plan with heads dealt otherwise; every rank must take the same deal.
+
+        Args:
+            deal: of all heads, to as many ranks as a Ulysses group has.
+        """
+        old = self.schedule
+        pairs = group_pairs(old.mask, old.degrees, old.q, old.kv, deal)
+        schedule = Schedule(old.mask, old.degrees, old.q, old.kv, deal, pairs)
+        return ParallelPlan(schedule, self._board, self.shapes, self.dtype, self._options)
 
     def _check(self, q: Any, k: Any, v: Any) -> None:
         for name, array, shape in (
@@ -289,6 +332,9 @@ def _plan_of(
     before: ParallelPlan | None,
 ) -> ParallelPlan:
     shards = agree(told, board.name)
+    # Before what one rank alone may fail in: the others would wait for it here.
+    if all(its["place"] == GPU for its in told):
+        _meet(board, q)
     mask = block_mask(mask).on_host()
     mine = told[board.rank]
     q_heads, kv_heads = mine["q_heads"], mine["kv_heads"]
@@ -314,8 +360,6 @@ def _plan_of(
         old=old,
         most_heads=options.most_heads,
     )
-    if on_gpu:
-        _meet(board, q)
     shapes = (tuple(q.shape), tuple(k.shape))
     return ParallelPlan(schedule, board, shapes, mine["dtype"], options)
 
@@ -347,9 +391,12 @@ def _arch(q: Any) -> str | None:
 
 
 def _meet(board: Board, q: Any) -> None:
-    """A first collective on the GPUs: sends of some ranks alone may not be NCCL's first of all."""
-    dist = distributed()
+    """Let NCCL connect all ranks' GPUs, once, before some of them send to each other."""
+    where = str(q.device)
+    if q.device.type == "cpu" or where in board.met:
+        return
     try:
-        dist.all_reduce(q.new_zeros(1), group=board.group)
-    except RuntimeError as error:
-        raise RankError(f"the ranks' GPUs cannot reach each other: {error}") from error
+        meet(board.group, q)
+    except TransferError as error:
+        raise board.failed(error) from error.__cause__
+    board.met.add(where)

@@ -17,7 +17,17 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from tessera_cupy.parallel.arrays import cast, empty, float32, heads_first, namespace, rows
+from tessera_cupy.parallel.arrays import (
+    cast,
+    copy_heads,
+    empty,
+    float32,
+    heads_first,
+    namespace,
+    of_heads,
+    pieces,
+    place_heads,
+)
 from tessera_cupy.parallel.merge import merge
 from tessera_cupy.parallel.schedule import Schedule
 from tessera_cupy.parallel.shards import place, tokens_of
@@ -25,10 +35,17 @@ from tessera_cupy.parallel.shards import place, tokens_of
 
 @dataclass(frozen=True)
 class Swap:
-    """An all-to-all: rank ``r`` gets ``parts[r]``, (rows, dim), and gives ``sizes[r]`` rows."""
+    """An all-to-all: rank ``r`` gets all rows of ``parts[r]``, and gives ``sizes[r]`` rows.
 
-    parts: list[Any]
+    Attributes:
+        parts: by rank, arrays (rows, dim) that follow each other; none for the rank itself.
+        sizes: by rank, rows.
+        like: an array with their dtype, device and dim.
+    """
+
+    parts: list[list[Any]]
     sizes: list[int]
+    like: Any
 
 
 @dataclass(frozen=True)
@@ -104,36 +121,46 @@ def _gather(
     heads, kv_heads = schedule.deal.q, schedule.deal.kv
     batch, dim = q.shape[0], q.shape[3]
     members = schedule.members(group)
-    parts, sizes = [], []
+    parts: list[list[Any]] = []
+    sizes = []
     for other in range(schedule.degrees.ranks):
-        if other not in members:
-            parts.append(empty(q, 0, dim))
+        if other not in members or other == rank:
+            parts.append([])
             sizes.append(0)
             continue
         at = schedule.place(other)[1]
-        chosen = list(kv_heads[at])
-        parts.append(rows([q[:, list(heads[at])], k[:, chosen], v[:, chosen]], q))
+        theirs = [piece for x in (k, v) for piece in pieces(x, kv_heads[at])]
+        parts.append([*pieces(q, heads[at]), *theirs])
         count = len(heads[here]) * tokens_of(schedule.q.rows(other, other + 1))
         count += 2 * len(kv_heads[here]) * shards.own(other).tokens
         sizes.append(batch * count)
-    received = yield Swap(parts, sizes)
+    received = yield Swap(parts, sizes, q)
 
     all_rows, all_keys = schedule.rows(group), schedule.keys(group, text=False)
     mine = empty(q, batch, len(heads[here]), tokens_of(all_rows), dim)
     both = empty(q, 2, batch, len(kv_heads[here]), tokens_of(all_keys), dim)
     for other in members:
-        flat, tokens = received[other], tokens_of(schedule.q.rows(other, other + 1))
+        flat = received[other]
+        its_rows = schedule.q.rows(other, other + 1)
+        tokens = tokens_of(its_rows)
         cut = batch * len(heads[here]) * tokens
-        piece = flat[:cut].reshape(batch, len(heads[here]), tokens, dim)
-        done = 0
-        for span in schedule.q.rows(other, other + 1):
-            mine[:, :, place(span, all_rows)] = piece[:, :, done : done + span.tokens]
-            done += span.tokens
+        for part in its_rows:
+            target, at_source = mine[:, :, place(part, all_rows)], place(part, its_rows)
+            if other == rank:
+                copy_heads(target, q[:, :, at_source], heads[here])
+            else:
+                piece = flat[:cut].reshape(batch, len(heads[here]), tokens, dim)
+                target[...] = piece[:, :, at_source]
         span = shards.own(other)
-        if span.tokens:
-            both[..., place(span, all_keys), :] = flat[cut:].reshape(
-                2, batch, len(kv_heads[here]), span.tokens, dim
-            )
+        if not span.tokens:
+            continue
+        target = both[..., place(span, all_keys), :]
+        if other == rank:
+            copy_heads(target[0], k, kv_heads[here])
+            copy_heads(target[1], v, kv_heads[here])
+        else:
+            shape = (2, batch, len(kv_heads[here]), span.tokens, dim)
+            target[...] = flat[cut:].reshape(shape)
     return mine, both
 
 
@@ -144,9 +171,9 @@ def _with_text(schedule: Schedule, rank: int, own: Any, k: Any, v: Any) -> Any:
         return own
     here = schedule.place(rank)[1]
     at = place(shards.text_span, shards.keys(rank, rank + 1, text=True))
-    chosen = list(schedule.deal.kv[here])
+    chosen = schedule.deal.kv[here]
     xp = namespace(k)
-    text = xp.stack([k[:, chosen][:, :, at], v[:, chosen][:, :, at]])
+    text = xp.stack([of_heads(x[:, :, at], chosen) for x in (k, v)])
     return xp.concatenate([text, own] if shards.text_first else [own, text], axis=3)
 
 
@@ -159,8 +186,7 @@ def _ring(
     if steps == 1:
         found = compute(q, present[0], present[1], 0, False)
         return _zeros(q) if found is None else found[0]
-    out = float32(_zeros(q))
-    lse = out[..., 0] - float("inf")
+    out = lse = None
     needs = schedule.needs[here]
     keys = present
     for step in range(steps):
@@ -176,12 +202,14 @@ def _ring(
             begun = yield Move(sends, receives)
         if keys is not None:
             found = compute(q, keys[0], keys[1], step, True)
-            if found is not None:
+            if found is not None and out is None:
+                out, lse = float32(found[0]), found[1]
+            elif found is not None:
                 out, lse = merge(out, lse, *found)
         if step + 1 < steps:
             yield Wait(begun)
         keys = arriving
-    return cast(out, q)
+    return _zeros(q) if out is None else cast(out, q)
 
 
 def _zeros(q: Any) -> Any:
@@ -197,34 +225,40 @@ def _scatter(
     if u == 1 and not shards.text:
         result = heads_first(out, layout)
         return result.contiguous() if hasattr(result, "contiguous") else result
-    group = schedule.place(rank)[0]
+    group, here = schedule.place(rank)
     mine, batch, dim = schedule.rows(group), out.shape[0], out.shape[3]
     groups = map(schedule.members, range(schedule.degrees.ring_degree))
     text = [shards.text_parts(members.start, members.stop) for members in groups]
-    parts, sizes = [], []
+    parts: list[list[Any]] = []
+    sizes = []
     for other in range(schedule.degrees.ranks):
         its_group, at = schedule.place(other)
-        pieces = [out[:, :, place(text[group], mine)]] if text[group].tokens else []
-        if its_group == group:
-            pieces.append(out[:, :, place(shards.own(other), mine)])
-        parts.append(rows(pieces, out))
+        if other == rank:
+            parts.append([])
+            sizes.append(0)
+            continue
+        spans = [text[group], *([shards.own(other)] if its_group == group else [])]
+        every = range(len(schedule.deal.q[here]))
+        parts.append([x for span in spans for x in pieces(out[:, :, place(span, mine)], every)])
         tokens = text[its_group].tokens + (shards.own(rank).tokens if its_group == group else 0)
         sizes.append(batch * len(schedule.deal.q[at]) * tokens)
-    received = yield Swap(parts, sizes)
+    received = yield Swap(parts, sizes, out)
 
     result = namespace(like).empty_like(like)
     view = heads_first(result, layout)
     held = shards.keys(rank, rank + 1, text=True)
     for other, flat in enumerate(received):
         its_group, at = schedule.place(other)
-        heads = list(schedule.deal.q[at])
-        spans = [text[its_group]] if text[its_group].tokens else []
-        if its_group == group:
-            spans.append(shards.own(rank))
+        heads = schedule.deal.q[at]
+        spans = [text[its_group], *([shards.own(rank)] if its_group == group else [])]
         done = 0
         for span in spans:
+            target = view[:, :, place(span, held)]
+            if other == rank:
+                place_heads(target, out[:, :, place(span, mine)], heads)
+                continue
             count = batch * len(heads) * span.tokens
             piece = flat[done : done + count].reshape(batch, len(heads), span.tokens, dim)
-            view[:, heads, place(span, held)] = piece
+            place_heads(target, piece, heads)
             done += count
     return result

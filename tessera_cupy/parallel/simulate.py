@@ -112,11 +112,11 @@ def _swapped(asked: list[Swap], traffic: Traffic) -> list[Any]:
     for target, request in enumerate(asked):
         mine = []
         for source, other in enumerate(asked):
-            part = other.parts[target]
+            part = rows(other.parts[target], other.like)
             if len(part) != request.sizes[source]:
                 raise AssertionError(f"{len(part)} rows, not {request.sizes[source]}")
             traffic.add(source, target, _elements(part))
-            mine.append(rows([part], part))
+            mine.append(part)
         received.append(mine)
     return received
 

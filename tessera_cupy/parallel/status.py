@@ -126,6 +126,7 @@ class Board:
     Attributes:
         rank: this process's rank in the group.
         size: ranks of the group.
+        met: this process's GPUs that NCCL has connected with those of the other ranks.
     """
 
     def __init__(self, group: Any) -> None:
@@ -139,6 +140,7 @@ class Board:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
+        self.met: set[str] = set()
         self._global = dist.get_process_group_ranks(group)
         self._store = dist.PrefixStore("tessera_cupy", group.get_group_store())
         self._round = 0

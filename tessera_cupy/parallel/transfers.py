@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from tessera_cupy.kernels.launch import Mark, unmarked
 from tessera_cupy.parallel.arrays import empty, rows
 from tessera_cupy.parallel.program import Move, Swap, Wait
 from tessera_cupy.parallel.status import Clock, distributed
@@ -14,7 +16,12 @@ class TransferError(Exception):
     """A transfer failed, for the cause that is given; who is to blame is not known here."""
 
 
-def drive(program: Generator[Swap | Move | Wait, Any, Any], group: Any, clock: Clock) -> Any:
+def drive(
+    program: Generator[Swap | Move | Wait, Any, Any],
+    group: Any,
+    clock: Clock,
+    mark: Mark = unmarked,
+) -> Any:
     """Run a rank's program to its end.
 
     Tensors in host memory are waited for, as long as the call has time. On a GPU the current stream
@@ -24,6 +31,8 @@ def drive(program: Generator[Swap | Move | Wait, Any, Any], group: Any, clock: C
         program: of :func:`tessera_cupy.parallel.program.attend`.
         group: the process group.
         clock: the time that the call has.
+        mark: told what the work was that the current stream was given since it was last told:
+            ``"copies"`` or ``"exchange"``.
 
     Returns:
         What the program returns.
@@ -36,17 +45,20 @@ def drive(program: Generator[Swap | Move | Wait, Any, Any], group: Any, clock: C
         try:
             request = program.send(answer)
         except StopIteration as end:
+            mark("copies")
             return end.value
+        mark("copies")
         try:
-            answer = _serve(request, group, clock)
+            answer = _serve(request, group, clock, mark)
+            mark("exchange")
         except RuntimeError as error:
             program.close()
             raise TransferError(str(error)) from error
 
 
-def _serve(request: Swap | Move | Wait, group: Any, clock: Clock) -> Any:
+def _serve(request: Swap | Move | Wait, group: Any, clock: Clock, mark: Mark) -> Any:
     if isinstance(request, Swap):
-        return _swap(request, group, clock)
+        return _swap(request, group, clock, mark)
     if isinstance(request, Move):
         return _begin(request, group)
     tensors, works = request.begun
@@ -55,9 +67,10 @@ def _serve(request: Swap | Move | Wait, group: Any, clock: Clock) -> Any:
     return None
 
 
-def _swap(request: Swap, group: Any, clock: Clock) -> Any:
-    sizes = [len(part) for part in request.parts]
-    send = rows(request.parts, request.parts[0])
+def _swap(request: Swap, group: Any, clock: Clock, mark: Mark) -> Any:
+    sizes = [sum(map(len, part)) for part in request.parts]
+    send = rows([piece for part in request.parts for piece in part], request.like)
+    mark("copies")
     received = empty(send, sum(request.sizes), send.shape[1])
     work = distributed().all_to_all_single(
         received, send, request.sizes, sizes, group=group, async_op=True
@@ -74,7 +87,10 @@ def _begin(request: Move, group: Any) -> tuple[list[Any], list[Any]]:
         for rank, array in arrays.items()
     ]
     tensors = [*request.sends.values(), *request.receives.values()]
-    return tensors, dist.batch_isend_irecv(moves) if moves else []
+    if not moves:
+        return tensors, []
+    with current_device(tensors[0]):
+        return tensors, dist.batch_isend_irecv(moves)
 
 
 def _wait(work: Any, tensor: Any, clock: Clock) -> None:
@@ -82,3 +98,25 @@ def _wait(work: Any, tensor: Any, clock: Clock) -> None:
         work.wait(clock.left)
     else:
         work.wait()
+
+
+def current_device(tensor: Any) -> AbstractContextManager[Any]:
+    """Makes a tensor's GPU current: groups of NCCL's calls are the current device's."""
+    if tensor.device.type == "cpu":
+        return nullcontext()
+    import torch
+
+    device: AbstractContextManager[Any] = torch.cuda.device(tensor.device)
+    return device
+
+
+def meet(group: Any, tensor: Any) -> None:
+    """A first collective on the GPUs: sends of some ranks alone may not be NCCL's first of all.
+
+    Raises:
+        TransferError: the GPUs cannot reach each other.
+    """
+    try:
+        distributed().all_reduce(tensor.new_zeros(1), group=group)
+    except RuntimeError as error:
+        raise TransferError(f"the ranks' GPUs cannot reach each other: {error}") from error

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Features(NamedTuple):
-    """One request, as a profile table sees it; a tuple, since one is made at each call.
+    """One request, as a profile table sees it.
 
     Attributes:
         block_q, block_kv: rows and columns of a logical block in tokens; of the largest
@@ -76,5 +76,5 @@ class Features(NamedTuple):
             tokens=mask.shape[1],
             density=summary.density if summary else mask.density(),
             run_coverage=summary.run_coverage if summary else mask.run_coverage(),
-            slices=mask.slices is not None,
+            slices=mask.of_slices,
         )

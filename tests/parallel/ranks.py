@@ -129,12 +129,20 @@ def other_mask(mask: BlockMask) -> BlockMask:
     return BlockMask.from_dense(~mask.to_dense(), mask.block_size, mask.shape)
 
 
+def other_mask_later(rank: int) -> Any:
+    """Rank 1 passes another mask when rank 0 has a plan for its own already."""
+    mask = EVEN.mask()
+    call(rank, mask=lambda _: mask)
+    return call(rank, mask=lambda _: other_mask(mask) if rank == 1 else mask)
+
+
 BAD: dict[str, Job] = {
     "bad shape on one": on_rank_one(lambda q: q[0], "q"),
     "numpy on one": on_rank_one(lambda v: v.numpy(), "v"),
     "gradient on one": on_rank_one(lambda k: k.clone().requires_grad_(), "k"),
     "other dtype on one": on_rank_one(lambda k: k.double(), "k"),
     "other mask on one": on_rank_one(other_mask, "mask"),
+    "other mask on one, later": other_mask_later,
     "other scheme on one": on_rank_one(lambda _: "ring", "scheme"),
     "other heads on one": lambda rank: call(
         rank, **{name: lambda x: x[:, :2] for name in ("q", "k", "v") if rank == 1}

@@ -138,6 +138,7 @@ def test_a_fault_on_one_rank_is_an_error_on_all(found: Found, job: str) -> None:
 
 ON_ALL = {
     "other mask on one": ("ValueError", "`mask`: expected the same mask on all ranks"),
+    "other mask on one, later": ("ValueError", "`mask`: expected the same mask on all ranks"),
     "other scheme on one": ("ValueError", "'ulysses' on rank 0 and 'ring' on rank 1"),
     "other heads on one": ("ValueError", "number of heads on all ranks, got 4 on rank 0 and 2"),
     "scheme of no name": ("ValueError", "`scheme`: expected 'ulysses', 'ring', 'auto', or"),

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tessera_cupy import BlockMask
+from tessera_cupy import BlockMask, KeySlices
 from tessera_cupy.parallel.heads import Deal, deal, deal_again, even_deal, head_work
 
 
@@ -104,3 +104,11 @@ def test_work_is_pairs_of_tokens_with_short_and_ragged_blocks() -> None:
 def test_bad_numbers_are_refused(ranks: int, most: int | None, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         deal([1, 1, 1, 1], ranks, most_heads=most)
+
+
+def test_work_of_slices_is_that_of_their_keys() -> None:
+    # Four keys in one block of 16, and four in four blocks: the same work for a plan that gathers.
+    keep = np.zeros((2, 1, 64), bool)
+    keep[0, 0, :4] = keep[1, 0, ::16] = True
+    mask = KeySlices.from_groups(keep, 16, (10, 64)).to_block_mask()
+    assert head_work(mask, 2).tolist() == [40.0, 40.0]
