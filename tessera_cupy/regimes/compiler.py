@@ -1,10 +1,10 @@
 """From times of plans on masks to a profile table.
 
 Cases fall into keys by what a kernel is chosen for: block sizes, raggedness, token bits, dtype,
-head dim, layout. Inside a key a decision tree over heads, tokens, density and run coverage cuts
-cases into regimes; how far is judged by the regret on sources that it did not see. A regime ranks
-plans by the geometric mean of their times. Nothing is drawn at random: the same measurements give
-the same table.
+head dim, layout. Inside a key a decision tree over heads, tokens, their product (rows), density and
+run coverage cuts cases into regimes; how far is judged by the regret on sources that it did not
+see. A regime ranks plans by the geometric mean of their times. Nothing is drawn at random: the same
+measurements give the same table.
 """
 
 from __future__ import annotations

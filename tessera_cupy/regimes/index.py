@@ -71,11 +71,11 @@ class _Buckets:
     key: Key
     choices: tuple[Choice, ...]
 
-    def at(self, heads: int, tokens: int, density: float, run_coverage: float) -> Choice:
-        h, t, d, r = self.key.edges
-        bucket = bisect_right(h, heads) * (len(t) + 1) + bisect_right(t, tokens)
-        bucket = bucket * (len(d) + 1) + bisect_right(d, density)
-        bucket = bucket * (len(r) + 1) + bisect_right(r, run_coverage)
+    def at(self, numbers: tuple[float, ...]) -> Choice:
+        bucket = 0
+        for edges, value in zip(self.key.edges, numbers):  # noqa: B905 (strict takes longer)
+            if edges:
+                bucket = bucket * (len(edges) + 1) + bisect_right(edges, value)
         return self.choices[bucket]
 
 
@@ -116,7 +116,7 @@ class Index:
         buckets = self._of(f, slices)
         if buckets is None:
             return None
-        return buckets.at(f.heads, f.tokens, f.density, f.run_coverage)
+        return buckets.at(f.numbers)
 
     def key(self, f: Features, *, slices: bool) -> Key | None:
         """The key that is asked for a request, whether or not it has an answer."""

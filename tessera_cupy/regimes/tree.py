@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tessera_cupy.regimes.measurements import Case
 from tessera_cupy.regimes.plan_spec import PlanSpec
 from tessera_cupy.regimes.regret import online_times
-from tessera_cupy.regimes.schema import ANY, AXES, Interval
+from tessera_cupy.regimes.schema import ANY, AXES, FRACTIONS, Interval
 
 #: Fewest cases of a regime. Times that are made of several turns are right within a percent or
 #: two, so that few cases tell plans apart; what few cases cannot tell, sources left out show.
@@ -29,6 +29,7 @@ PRESET_EDGES: dict[str, tuple[float, ...]] = {
     "tokens": (8192, 32768, 65536),
     "density": (0.05, 0.15, 0.3, 0.6, 0.9),
     "run_coverage": (0.3, 0.7),
+    "rows": (16384, 65536, 262144),
 }
 
 
@@ -267,7 +268,7 @@ def _round_between(below: float, above: float, axis: str) -> float:
     >>> _round_between(0.1213, 0.1577, "density"), _round_between(17550, 32760, "tokens")
     (0.14, 20000)
     """
-    whole = axis in ("heads", "tokens")
+    whole = axis not in FRACTIONS
     middle = math.sqrt(below * above) if below > 0 else above / 2
     for digits in range(1, 18):
         value = float(f"{middle:.{digits}g}")
