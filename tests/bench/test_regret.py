@@ -100,8 +100,9 @@ def turns(times, noise, seed, count=12):
 
 def test_noise_alone_is_no_regret(table):
     """Eight plans as fast as each other: the shortest of their times is short by chance."""
-    alike = [PlanSpec.parse(f"attend_mma/{tile}/{how}-pack/longest+split")
-             for tile in ("q64k64", "q128k64", "q128k128") for how in ("retain", "merge")]  # fmt: skip
+    tiles, ways = ("q64k64", "q128k64", "q128k128"), ("retain", "merge")
+    names = [f"attend_mma/{tile}/{how}-pack/longest+split" for tile in tiles for how in ways]
+    alike = [PlanSpec.parse(name) for name in names]
     held = measured([turns(dict.fromkeys([SHARE, *alike], 1.0), 0.03, i) for i in range(60)])
     found = report(table, held, lambda one: "all")
     assert found["plain"]["mean"] > 1.01
