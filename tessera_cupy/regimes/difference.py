@@ -123,8 +123,12 @@ def _in_cell(
     for place in product(*[range(len(axis)) for axis in starts]):
         if not _possible(starts, place):
             continue
-        bucket = _Bucket(*f)
-        bucket.numbers = tuple(axis[i] for axis, i in zip(starts, place, strict=True))
+        numbers: dict[str, Any] = {
+            name: axis[i] for name, axis, i in zip(AXES, starts, place, strict=True)
+        }
+        rows = numbers.pop("rows")
+        bucket = _Bucket(*f._replace(**numbers))
+        bucket.rows = rows
         pair = old.lookup(bucket).ranking[0], new.lookup(bucket).ranking[0]
         if pair[0] != pair[1]:
             boxes.setdefault(pair, []).append(tuple((i, i + 1) for i in place))
@@ -134,9 +138,9 @@ def _in_cell(
 
 
 class _Bucket(Features):
-    """A request of a bucket, known by the least numbers of the bucket alone."""
+    """A request of a bucket by the least numbers of the bucket, whether or not they go together."""
 
-    numbers: tuple[float, ...] = ()
+    rows: int = 0
 
 
 def _possible(starts: Sequence[tuple[float, ...]], place: Sequence[int]) -> bool:

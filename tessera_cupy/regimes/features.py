@@ -48,8 +48,7 @@ class Features(NamedTuple):
     @property
     def numbers(self) -> tuple[float, ...]:
         """The values that regimes are told apart by, as :data:`AXES` of the schema has them."""
-        heads, tokens = self.heads, self.tokens
-        return heads, tokens, self.density, self.run_coverage, heads * tokens
+        return self.heads, self.tokens, self.density, self.run_coverage, self.rows
 
     @classmethod
     def of(
