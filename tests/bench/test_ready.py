@@ -27,7 +27,7 @@ def test_what_a_profile_runs_is_compiled_before(building):
     assert ready.build_kernels("sm_90a", "bfloat16") == len(asked) - 1
     assert {config.dtype for config in asked} == {"bfloat16", ""}
     kernels = {config.kernel for config in asked}
-    assert {"attend_mma", "attend_wgmma", "mask_state_dense", "tile_scan"} <= kernels
+    assert {"attend_mma", "attend_wgmma", "mask_state", "tile_scan"} <= kernels
 
 
 def test_a_kernel_that_cannot_be_compiled_ends_it(building):
