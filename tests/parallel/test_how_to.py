@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "parallel.md").read_text()
 BLOCKS = re.findall(r"<!-- needs: torch, torchrun -->\n```python\n(.*?)```", PAGE, re.DOTALL)
 SAID = re.findall(r"```text\n(rank.*?)```", PAGE, re.DOTALL)
-COMMANDS = re.findall(r"```bash\n(torchrun .*?)\n```", PAGE)
+COMMANDS = re.findall(r"```bash\n(torchrun [^\n]*ranks\.py)\n```", PAGE)
 
 
 def torchrun(folder: Path, code: str, *, gpus: bool = False) -> list[str]:
