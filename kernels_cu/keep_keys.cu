@@ -1,8 +1,14 @@
-// Of each row of float16 bounds (key_bounds.cu) the `count` largest, exactly, ties to the lower
-// key, or all from a level on; and what is kept anyhow. NaN is never kept for its bound. The result
-// is a map with a bit for each key, as mask_state.cu reads it:
+// Of each row of float16 bounds (key_bounds.cu) or sums (column_sums.cu) the `count` largest,
+// exactly, ties to the lower key, or all from a level on; what is kept anyhow; and others at
+// random. NaN is never kept for its bound. The result is a map with a bit for each key, as
+// mask_state.cu reads it:
 //
 //   bits  u32 [rows][words_pitch]: bit j % 32 of word j / 32 is key j; bits past the tokens are 0
+//
+// A key is drawn where its number in [0, 1), of 32 binary digits, is below the probability. For the
+// 32 keys of a word, digit 4 i + n of all of them is the word n of Philox at the counter (word, row
+// of the head, head, i): so two instructions a digit compare 32 keys, and after 12 digits, three
+// calls, few are open.
 //
 // A CTA takes a row, which it holds in shared memory, if it fits there, or reads again each time.
 // Bounds are compared and counted in pairs, as tensors of two halves: two instructions for two keys
@@ -25,9 +31,13 @@
 // sample 1,600 cycles, 2 or 3 countings 2,000 each, words 1,800, so 7,400 to 9,400, where 5 to 7
 // countings of two levels at 1,200 and the extremes took 8,600 to 11,000. Beside the reads of the
 // other CTA's row 0.25 to 0.32 ms; with one CTA a multiprocessor, whose 9,000 to 11,000 cycles with
-// barriers follow its reads, 0.42 to 0.50.
+// barriers follow its reads, 0.42 to 0.50. For Chipmunk's 2,400 rows of 8 heads, a third of these:
+// 276 MB read, 0.09 to 0.12 ms, and for its random keys 3.3 calls of Philox a word, 3,600 cycles a
+// row, 0.03 to 0.04 ms more.
 #pragma once
 
+#include "common/finite.cuh"
+#include "common/philox.cuh"
 #include "common/ptx.cuh"
 #include "common/scan.cuh"
 #include "common/types.cuh"
@@ -35,19 +45,24 @@
 namespace tessera {
 
 struct KeepKeysParams {
-  const u16* bounds;  // (rows, pitch) float16
+  const u16* bounds;  // rows of `tokens` float16, at multiples of 16 bytes
   u32* bits;          // (rows, words_pitch)
   i32 rows_of_head;
   i32 tokens;
-  i32 pitch;  // a multiple of 32
+  i32 pitch;  // from one row to the next, a multiple of 8
   i32 words_pitch;
   i32 begin;  // keys from here to `end` compete; the others are kept
   i32 end;
+  i32 text_begin;  // those of them from here to `text_end` are kept anyhow
+  i32 text_end;
   i32 full_begin;  // rows of a head from here to `full_end` keep all keys
   i32 full_end;
   i32 count;  // keys that compete and are kept, at least 1; 0: those from `level` on
   i32 level;  // float16
   i32 held;   // 1: a row fits into shared memory
+  u32 drawn;  // 2^32 times the probability of a key, below 2^32
+  u64 seed;
+  i32* flag;  // set where a row holds NaN or infinities, or null
 };
 
 // A key of a float16: rising as it does, and zeros are equal.
@@ -101,12 +116,18 @@ class KeyRow {
     if constexpr (kHeld) {
       const u32 base = smem_address(held);
       const u64 from = reinterpret_cast<u64>(row);
-      for (int i = threadIdx.x; i < p.pitch / 8; i += kThreads)
-        cp_async16(base + 16 * i, from + 16 * static_cast<u64>(i), true);
+      for (int i = threadIdx.x; i < chunks(); i += kThreads) {
+        if (i < p.tokens / 8) {
+          cp_async16(base + 16 * i, from + 16 * static_cast<u64>(i), true);
+        } else {
+          reinterpret_cast<uint4*>(held)[i] = last_chunk(i);
+        }
+      }
       cp_async_commit();
       cp_async_wait<0>();
       __syncthreads();
     }
+    if (p.flag != nullptr) look();
     u32 level = static_cast<u32>(p.level);
     i32 ties = kAll;
     if (p.count > 0) search(level, ties);
@@ -125,16 +146,49 @@ class KeyRow {
   static __device__ __forceinline__ int warp() { return threadIdx.x >> 5; }
   __device__ __forceinline__ int words() const { return (p.tokens + 31) / 32; }
 
-  // Eight bounds.
+  __device__ __forceinline__ int chunks() const { return 4 * words(); }
+
+  // Eight bounds, NaN behind the tokens.
   __device__ __forceinline__ uint4 chunk(int index) const {
     if constexpr (kHeld) return reinterpret_cast<const uint4*>(held)[index];
+    if (index >= p.tokens / 8) return last_chunk(index);
     return __ldg(reinterpret_cast<const uint4*>(row) + index);
   }
 
-  // Keys 2 index and that plus 1.
+  // What makes NaN of those of a pair that are not among so many keys.
+  static __device__ __forceinline__ u32 behind(int left) {
+    return (left > 0 ? 0u : 0x7fffu) | (left > 1 ? 0u : 0x7fff0000u);
+  }
+
+  // A chunk that is not whole.
+  __device__ __forceinline__ uint4 last_chunk(int index) const {
+    const int left = p.tokens - 8 * index;
+    uint4 keys = make_uint4(0, 0, 0, 0);
+    if (left > 0) keys = __ldg(reinterpret_cast<const uint4*>(row) + index);
+    keys.x |= behind(left);
+    keys.y |= behind(left - 2);
+    keys.z |= behind(left - 4);
+    keys.w |= behind(left - 6);
+    return keys;
+  }
+
+  // Keys 2 index and that plus 1, both below the tokens.
   __device__ __forceinline__ u32 pair(int index) const {
     if constexpr (kHeld) return reinterpret_cast<const u32*>(held)[index];
     return __ldg(reinterpret_cast<const u32*>(row) + index);
+  }
+
+  // Sets the flag if the row holds what is no number.
+  __device__ __forceinline__ void look() const {
+    bool found = false;
+    for (int i = threadIdx.x; i < chunks(); i += kThreads) {
+      const uint4 keys = chunk(i);
+      const u32 pairs[4] = {keys.x, keys.y, keys.z, keys.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        found = found || not_finite<half_t>(pairs[j] & ~behind(p.tokens - 8 * i - 2 * j));
+    }
+    if (found) *p.flag = 1;
   }
 
   // The sum of a pair of halves.
@@ -149,7 +203,7 @@ class KeyRow {
 #pragma unroll
     for (int i = 0; i < 4; ++i) from[i] = half_of(levels[i]) * 0x10001u;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < p.pitch / 8; i += kThreads) {
+    for (int i = threadIdx.x; i < chunks(); i += kThreads) {
       const uint4 keys = chunk(i);
       const u32 pairs[4] = {keys.x, keys.y, keys.z, keys.w};
 #pragma unroll
@@ -187,7 +241,7 @@ class KeyRow {
     int levels[4];
     int apart = 0;  // of the levels, the first of which is `first`
     int first = 0;
-    if (of_low > p.count && p.pitch >= 64 * kPairs) {
+    if (of_low > p.count && p.tokens >= 64 * kPairs) {
       int past = high;
       first = low;
       bracket(first, past);
@@ -236,7 +290,7 @@ class KeyRow {
     constexpr int kLevels = kWarps / 2;
     // Pairs at even distances, an odd number of words apart; of each turn a little further, so that
     // they are not of one column of the video.
-    const int apart = (p.pitch / (64 * kPairs) - 1) | 1;
+    const int apart = (p.tokens / (64 * kPairs) - 1) | 1;
     u32 sample[kPairs];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i)
@@ -330,16 +384,38 @@ class KeyRow {
           at = kept;
         }
       }
-      if (word < words()) put(word, above | at);
+      if (word < words()) put(word, above | at | (p.drawn != 0 ? drawn(word) : 0));
     }
+  }
+
+  // Which keys of a word are drawn.
+  __device__ __forceinline__ u32 drawn(int word) const {
+    const u32 head = blockIdx.x / static_cast<u32>(p.rows_of_head);
+    const u32 of_head = blockIdx.x % static_cast<u32>(p.rows_of_head);
+    u32 below = 0;
+    u32 open = ~0u;  // keys whose digits are those of the probability so far
+    u32 digits = p.drawn;
+#pragma unroll 1
+    for (int i = 0; i < 8 && open != 0; ++i) {
+      const PhiloxNumbers numbers = philox(static_cast<u32>(word), of_head, head, i, p.seed);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const u32 digit = static_cast<u32>(static_cast<i32>(digits) >> 31);
+        below |= open & ~numbers.word[n] & digit;
+        open &= ~(numbers.word[n] ^ digit);
+        digits <<= 1;
+      }
+    }
+    return below;
   }
 
   // A word with what is kept anyhow.
   __device__ __forceinline__ void put(int word, u32 kept) const {
     const int first = 32 * word;
     const u32 competing = first_bits(p.end - first) & ~first_bits(p.begin - first);
+    const u32 text = first_bits(p.text_end - first) & ~first_bits(p.text_begin - first);
     p.bits[static_cast<i64>(blockIdx.x) * p.words_pitch + word] =
-        (kept | ~competing) & first_bits(p.tokens - first);
+        (kept | text | ~competing) & first_bits(p.tokens - first);
   }
 
   const KeepKeysParams& p;

@@ -12,7 +12,7 @@ from typing import Any
 
 from tessera_cupy import gpus, interop
 from tessera_cupy.call import HOST_ARCH as HOST_ARCH
-from tessera_cupy.call import checked
+from tessera_cupy.call import checked, interned
 from tessera_cupy.choice import checked_regime
 from tessera_cupy.kernels.arch import get_arch
 from tessera_cupy.masks import BlockMask, KeySlices
@@ -70,7 +70,7 @@ def make_plan(
     else:
         target = get_arch(HOST_ARCH)
     device = interop.device_of(q, "q") if gpu else None
-    request = make_request(mask, q, k, v, layout=layout, arch=target, on_gpu=gpu)
+    request = interned(make_request(mask, q, k, v, layout=layout, arch=target, on_gpu=gpu))
     if arch is not None:
         device = None
     return Plan(mask, _prepared(mask, request, checked_regime(regime), device, q, None))
@@ -145,7 +145,7 @@ def block_sparse_attention(
         if prepared is None or prepared.version != mask.version:
             if prepared is not None:
                 plans.prepared.clear()  # all are of the same version
-            prepared = _prepared(mask, request, checked_regime(regime), device, q, stream)
+            prepared = _prepared(mask, request, checked_regime(regime), device, q, stream, run=True)
             plans.prepared[key] = prepared
     plan = Plan(mask, prepared)
     return plan.run_checked(call, q, k, v, sm_scale, out, return_lse, stream)
@@ -196,9 +196,11 @@ def _prepared(
     device: int | None,
     q: Any,
     stream: Any,
+    *,
+    run: bool = False,
 ) -> Prepared:
     """Choose a plan: on the call's stream, if a GPU has to count the mask."""
     if device is None or isinstance(regime, PlanSpec) or mask.source is None:
         return prepare(mask, request, regime, device)
     with interop.on_stream(stream, (q,), device):
-        return prepare(mask, request, regime, device)
+        return prepare(mask, request, regime, device, run=run)

@@ -58,6 +58,13 @@ _requests: dict[Request, Request] = {}
 _DEVICE = 4
 
 
+def interned(request: Request) -> Request:
+    """The one object for all requests that are equal, by which more is known of them."""
+    if len(_requests) >= _MOST_CALLS:
+        _requests.clear()
+    return _requests.setdefault(request, request)
+
+
 def checked(
     mask: BlockMask, q: Any, k: Any, v: Any, out: Any, *, layout: str, arch: Arch | None = None
 ) -> Call:
@@ -119,9 +126,7 @@ def _check(mask: BlockMask, q: Any, k: Any, v: Any, out: Any, layout: str, arch:
     request = make_request(mask, q, k, v, layout=layout, arch=arch, on_gpu=not host)
     if out is not None:
         check_out(out, q, request, on_gpu=not host)
-    if len(_requests) >= _MOST_CALLS:
-        _requests.clear()
-    request = _requests.setdefault(request, request)
+    request = interned(request)
     result = request.q_shape, interop.numpy_dtype(request.dtype)
     if host:
         return Call(request, None, *result, of_cupy=False)

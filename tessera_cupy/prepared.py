@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-from tessera_cupy import gpus
+from tessera_cupy import ahead, gpus
 from tessera_cupy.choice import PlanChoice, checked_regime, choose
 from tessera_cupy.device_plan import tile_build
 from tessera_cupy.errors import PlanOverflowError
@@ -17,6 +17,7 @@ from tessera_cupy.kernels.device_build import MaskState
 from tessera_cupy.kernels.launch import DevicePlan, Mark
 from tessera_cupy.kernels.lifetime import keep_while
 from tessera_cupy.kernels.room import overflowed
+from tessera_cupy.known import Key, Known, key_of, known_of
 from tessera_cupy.mapping import Tiles, map_mask
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks.device_source import DeviceSource
@@ -109,7 +110,7 @@ class Prepared:
         with self._lock:
             self._follow(mask)
             source = mask.source
-            sizes = None if source is None else self._sizes(mask, device)
+            sizes = None if source is None else self.sizes(mask, device)
             if source is None or sizes is None:
                 return self._uploaded(mask, device)
             return self._made(mask, source, sizes, device)
@@ -148,15 +149,21 @@ class Prepared:
             kept.used(found, device)
             found.uses.wait(stream)
             return found
-        plan = self._on_device[device] = self._make(source, sizes, stream)
-        kept.keep(plan, device, self)
+        plan = self._make(source, sizes, stream)
+        self.adopt(plan, device)
         return plan
+
+    def adopt(self, plan: DevicePlan, device: int) -> None:
+        """Keep the arrays that a GPU made of the mask's version that was chosen for."""
+        self._counted = None
+        self._on_device[device] = plan
+        kept.keep(plan, device, self)
 
     def make(self, mask: BlockMask, device: int, mark: Mark) -> DevicePlan:
         """Let the GPU make the arrays, on the current stream; they are not kept here."""
         import cupy
 
-        source, sizes = mask.source, self._sizes(mask, device)
+        source, sizes = mask.source, self.sizes(mask, device)
         assert source is not None
         assert sizes is not None
         return self._make(source, sizes, cupy.cuda.get_current_stream(), mark=mark)
@@ -170,22 +177,24 @@ class Prepared:
         capturing: bool = False,
         mark: Mark = launch.unmarked,
     ) -> DevicePlan:
-        counted, self._counted = self._counted, None
-        if counted and (capturing or not counted[0].on(stream)):
-            counted = None
+        state, nnz = self._counted or (None, None)
+        self._counted = None
+        if state is not None and (capturing or not state.on(stream)):
+            state = nnz = None
         return device_build.build(
             source,
             sizes,
             self.request.arch.name,
             stream,
-            counted=counted,
+            state=state,
+            nnz=nnz,
             capturing=capturing,
             mark=mark,
         )
 
     def makes(self, mask: BlockMask, device: int) -> bool:
         """Whether the GPU makes the arrays, rather than the host."""
-        return mask.source is not None and self._sizes(mask, device) is not None
+        return mask.source is not None and self.sizes(mask, device) is not None
 
     def host_ms(self, mask: BlockMask) -> dict[str, float]:
         """The host's time for making the arrays and copying them, by part; nothing is kept."""
@@ -206,7 +215,7 @@ class Prepared:
             plans = [*self._on_device.items(), *self._captured]
             made = [(device, plan) for device, plan in plans if plan.counts is not None]
             for device, plan in made:
-                sizes = self._sizes(mask, device)
+                sizes = self.sizes(mask, device)
                 assert sizes is not None
                 try:
                     device_build.check(plan, sizes, device)
@@ -217,7 +226,7 @@ class Prepared:
         if not made:
             mask.check()
 
-    def _sizes(self, mask: BlockMask, device: int) -> TileBuild | None:
+    def sizes(self, mask: BlockMask, device: int) -> TileBuild | None:
         """How the GPU makes the plan, or None; a plan has one mask, whatever its version."""
         if device not in self._sizes_on:
             self._sizes_on[device] = tile_build(mask, self.request, self.spec, self.model, device)
@@ -236,9 +245,14 @@ class Prepared:
 
 
 def prepare(
-    mask: BlockMask, request: Request, regime: str | PlanSpec | Table, device: int | None
+    mask: BlockMask,
+    request: Request,
+    regime: str | PlanSpec | Table,
+    device: int | None,
+    *,
+    run: bool = False,
 ) -> Prepared:
-    """Choose the plan of a request; nothing is mapped yet.
+    """Choose the plan of a request.
 
     Where the choice depends on the contents of a mask that is over arrays of ``device``, that GPU
     counts them, on the current stream, and the host waits for the few numbers.
@@ -248,6 +262,8 @@ def prepare(
         request: sizes, dtype, layout and architecture.
         regime: as in :func:`tessera_cupy.make_plan`.
         device: ordinal of the GPU that will run it; None plans for its generation.
+        run: whether the plan will run at once, on the current stream, so that what makes it may
+            be launched before it is known (:mod:`tessera_cupy.ahead`). Nothing is mapped otherwise.
 
     Raises:
         PlanNotEligibleError, TypeError, ValueError: as :func:`tessera_cupy.choice.choose`; a mask
@@ -256,63 +272,64 @@ def prepare(
     begin = perf_counter()
     regime = checked_regime(regime)
     source = mask.source
-    there = source is not None and source.layout.device == device
-    if there and isinstance(regime, PlanSpec):
-        return _pinned(mask, request, regime, device, begin)
-    version, counted = mask.version, None
-    summary = None
-    if source is not None and there:
-        launch.refuse_capture()
-        sms = gpus.multiprocessors(device)
-        state = device_build.mask_state(source, request.arch.name, sms)
-        summary = state.summary()
-        counted = (state, summary.nnz)
-        begin = perf_counter()
-    spec, config, choice = choose(mask, request, regime, summary)
+    if source is not None and source.layout.device == device:
+        key = key_of(mask, source, request, device)
+        if not isinstance(regime, PlanSpec):
+            return _counted(mask, source, request, regime, key, device, run)
+        known = known_of(mask, request, regime, key)
+        return _with(known, known.choice, mask.version, None, begin)
+    spec, config, choice = choose(mask, request, regime)
     select_ms = 1e3 * (perf_counter() - begin)
     model = gpus.model_of(config, request.arch, device)
-    return Prepared(request, spec, config, model, choice, version, counted, select_ms)
+    return Prepared(request, spec, config, model, choice, mask.version, None, select_ms)
 
 
-def _pinned(
-    mask: BlockMask, request: Request, spec: PlanSpec, device: int | None, begin: float
+def _counted(
+    mask: BlockMask,
+    source: DeviceSource,
+    request: Request,
+    regime: str | Table,
+    key: Key,
+    device: int,
+    run: bool,
 ) -> Prepared:
-    """The given plan for a mask over arrays of a GPU, chosen once for masks of one geometry."""
-    # By identity, which is quicker than hashes: what is known keeps both.
-    layout = None if mask.source is None else mask.source.layout
-    kind = None if layout is None else (layout.ragged, layout.keys)
-    key = (id(request), id(spec), device, mask.block_size, kind, mask.batch, mask.heads)
-    known = _known.get(key)
-    if known is None:
-        _, config, choice = choose(mask, request, spec)
-        model = gpus.model_of(config, request.arch, device)
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        known = _known[key] = _Known(request, spec, config, model, choice, {})
+    """A plan for a mask over arrays of the GPU, chosen by what it counts in them."""
+    import cupy
+
+    launch.refuse_capture()
+    version = mask.version
+    state = device_build.mask_state(source, request.arch.name, gpus.multiprocessors(device))
+    coming = state.fetch()
+    made = ahead.make(key, state, cupy.cuda.get_current_stream()) if run else None
+    summary = state.summary(coming)
+    begin = perf_counter()
+    spec, _, choice = choose(mask, request, regime, summary)
+    known = known_of(mask, request, spec, key)
+    prepared = _with(known, choice, version, (state, summary.nnz), begin)
+    if run:
+        sizes = prepared.sizes(mask, device)
+        plan = ahead.settle(key, made, known, sizes, summary.nnz)
+        if plan is not None:
+            prepared.adopt(plan, device)
+    return prepared
+
+
+def _with(
+    known: Known,
+    choice: PlanChoice,
+    version: int,
+    counted: tuple[MaskState, int] | None,
+    begin: float,
+) -> Prepared:
     select_ms = 1e3 * (perf_counter() - begin)
     return Prepared(
-        request,
-        spec,
+        known.request,
+        known.spec,
         known.config,
         known.model,
-        known.choice,
-        mask.version,
-        None,
+        choice,
+        version,
+        counted,
         select_ms,
         known.sizes_on,
     )
-
-
-class _Known(NamedTuple):
-    """What a given plan is for a request, whatever the mask holds; and how each GPU makes it."""
-
-    request: Request
-    spec: PlanSpec
-    config: KernelConfig
-    model: DeviceModel
-    choice: PlanChoice
-    sizes_on: dict[int, TileBuild | None]
-
-
-_known: dict[tuple[object, ...], _Known] = {}
-_MOST_KNOWN = 256

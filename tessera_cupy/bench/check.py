@@ -139,7 +139,7 @@ def expect(
     precision = float(_finfo(np.dtype(dtype)).eps)
 
     def head(h: int) -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
-        at = _sample(tokens, rows, np.random.default_rng(h))
+        at = sample_rows(tokens, rows, np.random.default_rng(h))
         keep = kept(h, at)
         rows_q, head_k, head_v = q[:, h : h + 1, at], k[:, h : h + 1], v[:, h : h + 1]
         exact = reference.attention(rows_q, head_k, head_v, keep[None, None])[0, 0]
@@ -183,7 +183,8 @@ def _one_blas_thread() -> AbstractContextManager[Any]:
     return limits
 
 
-def _sample(tokens: int, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def sample_rows(tokens: int, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Rows to look at, ascending: the first, the last, and others that are drawn."""
     ends = np.unique([0, tokens - 1])
     inner = rng.choice(max(0, tokens - 2), max(0, min(count, tokens) - 2), replace=False) + 1
     return np.sort(np.concatenate([ends, inner])).astype(np.int64)

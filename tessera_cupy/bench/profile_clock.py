@@ -7,40 +7,66 @@ is wrong has no time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tessera_cupy import interop
 from tessera_cupy.attention import make_plan
 from tessera_cupy.bench import gpu
-from tessera_cupy.bench.check import Expected, expect
-from tessera_cupy.bench.slices_mass import kept_of
+from tessera_cupy.bench.check import Expected
+from tessera_cupy.bench.check_there import as_float32, expect_there
+from tessera_cupy.bench.race import race
+from tessera_cupy.bench.rows_there import Counted, kept_rows
 from tessera_cupy.cost import predict, typical_gpu
-from tessera_cupy.errors import PlanNotEligibleError, TesseraError
+from tessera_cupy.errors import PlanNotEligibleError, PlanOverflowError, TesseraError
 from tessera_cupy.gpus import arch_of
 from tessera_cupy.kernels.arch import Arch, get_arch
 from tessera_cupy.masks import BlockMask, KeySlices
+from tessera_cupy.masks.key_slices import block_mask
+from tessera_cupy.masks.summary import MaskSummary
 from tessera_cupy.plan import Plan
 from tessera_cupy.regimes import PlanSpec
-from tessera_cupy.regimes.measurements import PlanTime
+from tessera_cupy.regimes.candidates import made_online
+from tessera_cupy.regimes.measurements import Case, PlanTime
 from tessera_cupy.request import ArraySpec
+
+#: Turns of a profile's plans, and milliseconds of one; an even number, so that halves compare.
+ROUNDS, RUN_MS = 6, 3.0
 
 _DTYPE = "bfloat16"
 _CHECKED_HEADS, _CHECKED_ROWS = 2, 6
-_WARM_UP, _RUNS, _RUN_MS = 1, 5, 4.0
-# A plan that takes so many times as long as the fastest in one run is not timed again.
-_HOPELESS = 2.5
 # Two right outputs differ by less, relative to the largest element of a row: what rounding to
 # bfloat16 (2^-8) of weights and output comes to.
 _ROUNDING = 2.0**-5
 _BFLOAT16_NAN = 0x7FC0
 # Normal numbers that q, k and v are copied from; an odd number, so that heads differ.
 _POOL = (1 << 25) + 1
+# What keeps the GPU busy while the host queues calls that are over sooner than it makes them:
+# as many writes of so many bytes as there are pairs of calls, 60 us each on an H200.
+_PLUG_BYTES = 1 << 28
+_PLUGGED_MS = 0.1
+
+
+class GpuLostError(TesseraError, RuntimeError):
+    """The GPU cannot be used by this process any more.
+
+    Attributes:
+        plan: what it failed at; None where several were under way.
+        case: what is known of the mask: nothing, or that the plan failed.
+    """
+
+    def __init__(self, cause: Exception, plan: PlanSpec | None = None) -> None:
+        """``cause`` is CUDA's error."""
+        at = f" at {plan.name}" if plan else ""
+        super().__init__(
+            f"The GPU failed{at}: {one_line(cause)}. Nothing runs on it in this process any more. "
+            "Fix: run the command again, which goes on without this mask, and report the plan."
+        )
+        self.plan = plan
+        self.case: Case | None = None
 
 
 class Clock(Protocol):
@@ -62,21 +88,24 @@ class Clock(Protocol):
     def to_device(self) -> Any:
         """Takes a NumPy array to where masks shall be."""
 
+    def summary(self, mask: BlockMask | KeySlices) -> MaskSummary | None:
+        """A mask's figures as a request sees them; None where the host reads the mask."""
+
     def times(
         self, mask: BlockMask | KeySlices, heads: int, head_dim: int, plans: Sequence[PlanSpec]
     ) -> tuple[PlanTime, ...]:
         """Each plan's time on a mask, or why it has none."""
 
-
-@dataclass(frozen=True)
-class _Ready:
-    spec: PlanSpec
-    plan: Plan
-    probe_ms: float
+    def free(self) -> None:
+        """Give memory back that nothing uses, after there was too little."""
 
 
 class GpuClock:
     """Measures on the current GPU, in bfloat16.
+
+    Args:
+        rounds: turns of each plan, an even number.
+        run_ms: least milliseconds of a turn.
 
     Raises:
         NoGpuError: there is none.
@@ -85,82 +114,133 @@ class GpuClock:
 
     most_active = 3e6
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: int = ROUNDS, run_ms: float = RUN_MS) -> None:
         cupy = interop.import_cupy()
         self.arch = arch_of(cupy.cuda.Device().id)
         self.device = gpu.name()
         self.to_device = cupy.asarray
+        self._rounds, self._run_ms = rounds, run_ms
         numbers = np.random.default_rng(0).standard_normal(_POOL, np.float32)
         # As bits: CuPy has no kernels of its own that copy, fill or index bfloat16.
         self._pool = cupy.asarray(numbers.astype(interop.numpy_dtype(_DTYPE)).view(np.uint16))
-        self._arrays = lru_cache(maxsize=2)(self._make_arrays)
-        self._host = lru_cache(maxsize=4)(self._make_host)
+        self._plug = cupy.empty(_PLUG_BYTES, np.uint8)
+        self._arrays = lru_cache(maxsize=1)(self._make_arrays)
+        self._counted = lru_cache(maxsize=1)(self._count)
+
+    def summary(self, mask: BlockMask | KeySlices) -> MaskSummary | None:
+        """What the GPU counts in a mask that is over its arrays."""
+        counted = self._counted(mask)
+        return None if counted is None else counted.summary
+
+    def arrays(self, heads: int, tokens: int, head_dim: int) -> tuple[Any, ...]:
+        """q, k, v and an output, bfloat16 of (1, heads, tokens, head_dim); the last ones again."""
+        made = self._arrays(heads, tokens, head_dim)
+        dtype = interop.numpy_dtype(_DTYPE)
+        return tuple(bits.view(dtype) for bits in made[:4])
 
     def times(
         self, mask: BlockMask | KeySlices, heads: int, head_dim: int, plans: Sequence[PlanSpec]
     ) -> tuple[PlanTime, ...]:
-        """Check each plan's output, then time those that are right in turns."""
+        """Check each plan's output, then time those that are right in turns.
+
+        Raises:
+            MemoryError: q, k, v and two outputs of this size do not fit.
+            GpuLostError: CUDA failed in a way that leaves nothing to go on with.
+        """
         cupy = interop.import_cupy()
-        q, k, v, out, first = self._arrays(heads, mask.shape[1], head_dim)
-        out_bits = out.view(cupy.uint16)
-        checked = min(heads, _CHECKED_HEADS)
-        expected = expect(
-            partial(kept_of, _host_mask(mask)),
-            *self._host(checked, mask.shape[1], head_dim),
+        tokens = mask.shape[1]
+        q, k, v, out = self.arrays(heads, tokens, head_dim)
+        bits = self._arrays(heads, tokens, head_dim)
+        expected = expect_there(
+            cupy,
+            kept_rows(mask, self._counted(mask)),
+            *bits[:3],
+            heads=min(heads, _CHECKED_HEADS),
             rows=_CHECKED_ROWS,
-            dtype=out.dtype,
-            on_head=lambda: None,
         )
         found: list[PlanTime] = []
-        ready: list[_Ready] = []
+        ready: dict[str, Plan] = {}
         for spec in plans:
             try:
                 plan = make_plan(mask, q, k, v, regime=spec)
-                call = partial(plan.run, q, k, v, out=out)
-                out_bits.fill(_BFLOAT16_NAN)  # so that an element that is never written shows
-                call()
-                problem = _problem(cupy, out_bits, expected, first if ready else None)
+                bits[3].fill(_BFLOAT16_NAN)  # so that an element that is never written shows
+                _run_whole(plan, partial(plan.run, q, k, v, out=out))
+                problem = _problem(cupy, bits[3], expected, bits[4] if ready else None)
             except PlanNotEligibleError:
                 found.append(PlanTime(spec, "not eligible"))
-            except (TesseraError, ValueError, MemoryError) as error:
-                found.append(PlanTime(spec, "failed", note=_one_line(error)))
+            except MemoryError as error:
+                found.append(PlanTime(spec, "dropped", note=one_line(error)))
+            except (TesseraError, ValueError) as error:
+                found.append(PlanTime(spec, "failed", note=one_line(error)))
+            except RuntimeError as error:  # CUDA's are of this kind
+                raise GpuLostError(error, spec) from error
             else:
                 if problem:
                     found.append(PlanTime(spec, "wrong output", note=problem))
                     continue
                 if not ready:
-                    first[:] = out_bits
-                ready.append(_Ready(spec, plan, gpu.once_ms(call)))
-        return (*found, *self._timed(ready, q, k, v, out))
+                    bits[4][:] = bits[3]
+                ready[spec.name] = plan
+        try:
+            return (*found, *self._timed(ready, q, k, v, out))
+        except RuntimeError as error:
+            raise GpuLostError(error) from error
 
-    def _timed(self, ready: Sequence[_Ready], q: Any, k: Any, v: Any, out: Any) -> list[PlanTime]:
-        fastest = min((one.probe_ms for one in ready), default=0.0)
-        slow = [one for one in ready if one.probe_ms > _HOPELESS * fastest]
-        calls = {
-            one.spec.name: partial(one.plan.run, q, k, v, out=out)
-            for one in ready
-            if one not in slow
-        }
-        timings = gpu.timings(calls, lambda: None, warm_up=_WARM_UP, runs=_RUNS, run_ms=_RUN_MS)
-        timed = [
-            PlanTime(one.spec, "timed", t.median, t.low, t.high)
-            for one in ready
-            if one not in slow
-            for t in [timings[one.spec.name]]
-        ]
-        return timed + [
-            PlanTime(one.spec, "timed", one.probe_ms, one.probe_ms, one.probe_ms, "one run")
-            for one in slow
-        ]
+    def free(self) -> None:
+        """Forget q, k, v and the last mask, and give CuPy's free blocks back to the GPU."""
+        self._arrays.cache_clear()
+        self._counted.cache_clear()
+        interop.import_cupy().get_default_memory_pool().free_all_blocks()
+
+    def _timed(self, ready: dict[str, Plan], q: Any, k: Any, v: Any, out: Any) -> list[PlanTime]:
+        calls = {name: partial(plan.run, q, k, v, out=out) for name, plan in ready.items()}
+        known: dict[int, float] = {}
+        raced = race(
+            calls,
+            lambda call, count: self._run(call, count, known),
+            rounds=self._rounds,
+            run_ms=self._run_ms,
+        )
+        timed = []
+        for name, one in raced.items():
+            runs = one.rounds or (one.ms,)
+            note = "" if one.whole else f"{len(one.rounds) or 'no'} turns, as it was far behind"
+            timed.append(
+                PlanTime(ready[name].spec, "timed", one.ms, min(runs), max(runs), note, one.rounds)
+            )
+        return timed
+
+    def _run(self, call: Callable[[], object], count: int, known: dict[int, float]) -> float:
+        """Milliseconds of a call, of so many back to back."""
+        cupy = interop.import_cupy()
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        if known.get(id(call), 0.0) < _PLUGGED_MS:
+            stream = cupy.cuda.get_current_stream().ptr
+            for _ in range(1 + count // 2):
+                cupy.cuda.runtime.memsetAsync(self._plug.data.ptr, 0, _PLUG_BYTES, stream)
+        # What the first call finds in the L2 is of no account, nor is when it begins.
+        call()
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        known[id(call)] = ms = float(cupy.cuda.get_elapsed_time(begin, end)) / count
+        return ms
+
+    def _count(self, mask: BlockMask | KeySlices) -> Counted | None:
+        if block_mask(mask).source is None:
+            return None
+        return Counted(mask, self.arch.name)
 
     def _make_arrays(self, heads: int, tokens: int, head_dim: int) -> tuple[Any, ...]:
-        """q, k, v, an output, and the bits of another, (1, heads, tokens, head_dim)."""
+        """Bits of q, k, v and of two outputs, (1, heads, tokens, head_dim)."""
         cupy = interop.import_cupy()
         shape = (1, heads, tokens, head_dim)
         count = heads * tokens * head_dim
         made = []
         for third in range(3):
-            flat = cupy.empty(count, cupy.uint16)
+            flat = cupy.empty(count, np.uint16)
             # Each from another place of the pool, again and again.
             pool = cupy.concatenate(
                 [self._pool[third * _POOL // 3 :], self._pool[: third * _POOL // 3]]
@@ -169,15 +249,7 @@ class GpuClock:
                 part = flat[begin : begin + _POOL]
                 part[:] = pool[: len(part)]
             made.append(flat.reshape(shape))
-        made.append(cupy.empty(shape, cupy.uint16))
-        dtype = interop.numpy_dtype(_DTYPE)
-        return (*[bits.view(dtype) for bits in made], cupy.empty(shape, cupy.uint16))
-
-    def _make_host(self, heads: int, tokens: int, head_dim: int) -> tuple[NDArray[np.float32], ...]:
-        """The first heads of q, k and v on the host; they are the same for any number of heads."""
-        cupy = interop.import_cupy()
-        arrays = self._arrays(heads, tokens, head_dim)[:3]
-        return tuple(cupy.asnumpy(array).astype(np.float32) for array in arrays)
+        return (*made, cupy.empty(shape, np.uint16), cupy.empty(shape, np.uint16))
 
 
 class ModelClock:
@@ -198,6 +270,10 @@ class ModelClock:
         self.device = self.gpu.name
         self.to_device = np.asarray
 
+    def summary(self, mask: BlockMask | KeySlices) -> MaskSummary | None:
+        """None: the host reads the mask."""
+        return None
+
     def times(
         self, mask: BlockMask | KeySlices, heads: int, head_dim: int, plans: Sequence[PlanSpec]
     ) -> tuple[PlanTime, ...]:
@@ -214,30 +290,44 @@ class ModelClock:
             found.append(PlanTime(one, "timed", ms, ms, ms))
         return tuple(found)
 
+    def free(self) -> None:
+        """Nothing is held."""
 
-def _host_mask(mask: BlockMask | KeySlices) -> BlockMask | KeySlices:
-    return mask.on_host() if isinstance(mask, BlockMask) else mask
+
+def _run_whole(plan: Plan, call: Callable[[], object]) -> None:
+    """Run once with room for all lists, of which a GPU that plans by itself may not know."""
+    call()
+    mask = plan.mask
+    if mask.source is None or not made_online(plan.spec, slices=mask.slices is not None):
+        return
+    try:
+        plan.check()
+    except PlanOverflowError:
+        call()
+        plan.check()
 
 
 def _problem(xp: Any, bits: Any, expected: Expected, first: Any | None) -> str | None:
     """What is wrong with an output's bits, beside float64 and another plan's, if anything is."""
-    sampled = np.stack([xp.asnumpy(bits[0, h, rows]) for h, rows in enumerate(expected.rows)])
+    sampled = np.stack(
+        [
+            [xp.asnumpy(bits[0, h, row]) for row in rows.tolist()]
+            for h, rows in enumerate(expected.rows)
+        ]
+    )
     check = expected.check_sampled(sampled.view(interop.numpy_dtype(_DTYPE)))
     if not check.passed:
         return f"error {check.error:.3g} where {check.allowed:.3g} is allowed"
     if first is None:
         return None
-    a, b = _float32(xp, bits), _float32(xp, first)
-    limit = _ROUNDING * xp.abs(b).max(axis=-1, keepdims=True) + np.float32(1e-6)
-    right = xp.abs(a - b) <= limit  # False for NaN
-    wrong = int(right.size - right.sum())
-    return f"{wrong:,} elements differ from those of another plan" if wrong else None
+    wrong = 0
+    for h in range(bits.shape[1]):  # head by head, so that large outputs need little memory
+        a, b = as_float32(xp, bits[0, h]), as_float32(xp, first[0, h])
+        limit = _ROUNDING * xp.abs(b).max(axis=-1, keepdims=True) + np.float32(1e-6)
+        wrong += (~(xp.abs(a - b) <= limit)).sum()  # also of NaN
+    return f"{int(wrong):,} elements differ from those of another plan" if int(wrong) else None
 
 
-def _float32(xp: Any, bits: Any) -> Any:
-    """Bfloat16 as float32, of which its bits are the upper half."""
-    return (bits.astype(xp.uint32) << 16).view(xp.float32)
-
-
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The first line of an error, cut to what a file keeps."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

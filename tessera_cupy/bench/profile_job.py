@@ -14,6 +14,7 @@ from tessera_cupy import __version__
 from tessera_cupy.bench.profile_cases import KINDS, PROFILE_CLIP, PROFILE_LAYERS, recipes
 from tessera_cupy.bench.profile_clock import Clock, GpuClock, ModelClock
 from tessera_cupy.bench.profile_run import profile
+from tessera_cupy.bench.ready import build_kernels, ended_by_signal
 from tessera_cupy.bench.steps import Steps
 from tessera_cupy.errors import TableError, wrong
 from tessera_cupy.kernels import catalog
@@ -46,7 +47,7 @@ def run_profile(
     Args:
         out: the table, named after an architecture's table such as ``sm90.yaml``; measurements go
             beside it, ``sm90.npz``.
-        budget_s: seconds for measuring.
+        budget_s: seconds for measuring; compiling kernels that are missing comes before.
         kinds: of masks; None means all.
         model: architecture to predict for with the cost model; None measures on the GPU here.
         edges: as for :func:`~tessera_cupy.regimes.compiler.compile_table`.
@@ -63,17 +64,20 @@ def run_profile(
         NoGpuError, UnsupportedGpuError: no GPU to measure on.
         TableError: measurements that are there are of other kernels, another GPU or provenance.
         ValueError: a name that is no table's, or nothing to compile.
-        MissingExtraError: scikit-learn or the clips are not installed.
+        MissingExtraError: the clips, or what decodes them, are not installed.
     """
     if most_cases is not None and most_cases < LEAST_CASES:
         fix = "measure more, or leave it to the budget"
         raise ValueError(wrong("cases", f"at least {LEAST_CASES}", most_cases, fix))
     raw = out.with_suffix(".npz")
     prior = prior_of(out)
-    steps = Steps(console, count=1 if compile_only else 2)
+    steps = Steps(console, count=1 if compile_only else 2 if model else 3)
 
     def measure() -> Measurements:
         clock: Clock = ModelClock(model) if model else GpuClock()
+        if model is None:
+            with steps.step("Compile kernels") as step:
+                step.done(f"{build_kernels(clock.arch.name, 'bfloat16')} were missing")
         measured = _begin(out, raw, clock, "model" if model else "measured", fresh)
         before = len(measured.cases)
         drawn = recipes(
@@ -108,7 +112,7 @@ def run_profile(
             expected = f"{measured.arch}.yaml, as the measurements are of {measured.arch}"
             raise ValueError(wrong("out", expected, out.name, "rename the measurements"))
     else:
-        with _alone(raw):
+        with _alone(raw), ended_by_signal():
             measured = measure()
     with steps.step("Compile") as step:
         document = compile_table(measured, prior, path=out, edges=edges)

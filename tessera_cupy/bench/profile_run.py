@@ -1,8 +1,9 @@
 """The run behind ``tessera-cupy profile``: masks made one at a time, every plan timed on each.
 
 Measurements are written as they grow, so that a run that ends early, by its budget or by force,
-goes on where it stopped. A plan that has been far behind on all masks of a kind is dropped from the
-next ones of that kind, so that the time goes to plans that could win.
+goes on where it stopped. Only plans that a table may rank for a mask are timed. One that has been
+far behind on all masks of a kind is dropped from the next ones of that kind, so that the time goes
+to plans that could win.
 """
 
 from __future__ import annotations
@@ -14,25 +15,24 @@ from pathlib import Path
 import numpy as np
 
 from tessera_cupy.bench.profile_cases import MaskMaker, Recipe
-from tessera_cupy.bench.profile_clock import Clock
+from tessera_cupy.bench.profile_clock import Clock, GpuLostError, one_line
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.regimes import Features, PlanSpec, load_for
-from tessera_cupy.regimes.candidates import candidates, made_on_gpu
+from tessera_cupy.regimes.candidates import candidates
 from tessera_cupy.regimes.compiler import kind_of
 from tessera_cupy.regimes.measurements import Case, Measurements, PlanTime
-from tessera_cupy.regimes.regret import online_times
+from tessera_cupy.regimes.regret import online_times, ranked
 
 #: A plan is dropped after this many masks of a kind, if on each it took
 SEEN_BEFORE_DROPPED = 8
 #: more than so many times as long as the best.
 FAR_BEHIND = 1.5
-#: Plans that only the host makes are not timed on masks with more entries: they take it seconds.
-HOST_MOST = 3e6
 #: Dense attention is timed beside masks that keep at least this much: it can be faster there.
 DENSE_FROM = 0.3
 
-_SAVE_EVERY = 20
+# Seconds between two writings of the file, so that a run that is killed loses little.
+_SAVE_EVERY = 5.0
 # A profile ends after so many draws in a row that give no new mask: some kinds have few.
 _MOST_REPEATS = 10_000
 
@@ -65,8 +65,8 @@ class Field:
         }
 
 
-def features_of(mask: BlockMask | KeySlices, recipe: Recipe) -> Features:
-    """What a table sees of a recipe's mask."""
+def features_of(mask: BlockMask | KeySlices, recipe: Recipe, clock: Clock) -> Features:
+    """What a table sees of a recipe's mask, as in a request."""
     return Features.of(
         block_mask(mask),
         batch=1,
@@ -74,6 +74,7 @@ def features_of(mask: BlockMask | KeySlices, recipe: Recipe) -> Features:
         dtype="bfloat16",
         head_dim=recipe.head_dim,
         layout="BHSD",
+        summary=clock.summary(mask),
     )
 
 
@@ -118,20 +119,72 @@ def measure_case(
     clock: Clock,
     plans: Sequence[PlanSpec],
     field: Field,
-    dense: Dense,
 ) -> Case:
-    """Make one mask, and time the plans that are not dropped on it."""
+    """Make one mask, and time the plans on it that a table may rank and that are not dropped.
+
+    Raises:
+        MemoryError: the GPU has no room for the mask, or for q, k and v.
+        GpuLostError: the GPU failed.
+    """
     mask = make(recipe)
-    features = features_of(mask, recipe)
-    dropped = field.dropped(features)
-    if mask.nnz > HOST_MOST:
-        dropped |= {plan for plan in plans if not made_on_gpu(plan)}
-    timed = clock.times(
-        mask, recipe.heads, recipe.head_dim, [plan for plan in plans if plan not in dropped]
-    )
-    rest = (PlanTime(plan, "dropped") for plan in plans if plan in dropped)
+    features = features_of(mask, recipe, clock)
+    served, dropped = ranked(features, plans), field.dropped(features)
+    timed: Sequence[PlanTime] = ()
+    try:
+        timed = clock.times(
+            mask, recipe.heads, recipe.head_dim, [plan for plan in served if plan not in dropped]
+        )
+    except GpuLostError as lost:
+        if lost.plan is not None:
+            timed = (PlanTime(lost.plan, "failed", note=one_line(lost)),)
+        lost.case = Case(recipe.name, recipe.source, features, tuple(timed))
+        raise
+    rest = (PlanTime(plan, "dropped") for plan in served if plan in dropped)
     timings = sorted((*timed, *rest), key=lambda timing: timing.plan.name)
-    return Case(recipe.name, recipe.source, features, tuple(timings), dense.ms(features))
+    return Case(recipe.name, recipe.source, features, tuple(timings))
+
+
+class Keeper:
+    """Writes measurements every so often, and the last ones for certain.
+
+    Example:
+        ::
+
+            with Keeper(path, empty, now) as keeper:
+                keeper.add(case)
+            print(len(keeper.measurements.cases))
+    """
+
+    def __init__(self, path: Path | None, begun: Measurements, now: Callable[[], float]) -> None:
+        """``path`` of None keeps them in memory alone; ``begun`` may have cases already."""
+        self._path, self._begun, self._now = path, begun, now
+        self.cases = list(begun.cases)
+        self._written, self._at = len(self.cases), now()
+
+    def __enter__(self) -> Keeper:
+        """Nothing is written yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write what is not written."""
+        self._write()
+
+    @property
+    def measurements(self) -> Measurements:
+        """All cases."""
+        return self._begun.with_cases(self.cases)
+
+    def add(self, case: Case) -> None:
+        """Keep one more case."""
+        self.cases.append(case)
+        if self._now() - self._at >= _SAVE_EVERY:
+            self._write()
+
+    def _write(self) -> None:
+        if self._path is not None and len(self.cases) > self._written:
+            self.measurements.write(self._path)
+            self._written = len(self.cases)
+        self._at = self._now()
 
 
 def profile(
@@ -139,38 +192,45 @@ def profile(
     clock: Clock,
     done: Measurements,
     *,
-    path: Path,
+    path: Path | None,
     budget_s: float,
     most_cases: int | None = None,
     on_case: Callable[[Case], None] = lambda case: None,
     now: Callable[[], float] = time.monotonic,
+    measure: Callable[[Recipe, MaskMaker, Field], Case] | None = None,
 ) -> Measurements:
     """Measure cases until the budget is spent, or until there are no others.
+
+    A mask for which the GPU has no room is passed over.
 
     Args:
         drawn: what to measure, without end.
         clock: gives plans their times.
         done: what was measured before; its cases are not measured again.
-        path: where the measurements are written, every so often and at the end.
+        path: where the measurements are written, every so often and at the end; None: nowhere.
         budget_s: seconds after which no case is begun.
         most_cases: end at this many, those measured before included.
         on_case: called after each case.
         now: a clock of seconds.
+        measure: one case, in place of :func:`measure_case`.
 
     Returns:
         All cases, those measured before first.
+
+    Raises:
+        GpuLostError: the GPU failed; the case is among those that were written, without times, so
+            that the next run goes on behind it.
     """
     begin = now()
-    cases = list(done.cases)
-    known = {(case.name, case.source) for case in cases}
-    field, dense = Field(cases), Dense(clock)
+    known = {(case.name, case.source) for case in done.cases}
+    field = Field(done.cases)
     make = MaskMaker(clock.to_device)
     plans = candidates(clock.arch.name)
-    written = len(cases)
     repeats, most_repeats = 0, len(known) + _MOST_REPEATS  # those of earlier runs come first
-    try:
+    with Keeper(path, done, now) as keeper:
         for recipe in drawn:
-            if now() - begin >= budget_s or (most_cases is not None and len(cases) >= most_cases):
+            enough = most_cases is not None and len(keeper.cases) >= most_cases
+            if enough or now() - begin >= budget_s:
                 break
             if (recipe.name, recipe.source) in known:
                 repeats += 1
@@ -178,15 +238,20 @@ def profile(
                     break
                 continue
             repeats = 0
-            case = measure_case(recipe, make, clock, plans, field, dense)
             known.add((recipe.name, recipe.source))
+            try:
+                if measure is None:
+                    case = measure_case(recipe, make, clock, plans, field)
+                else:
+                    case = measure(recipe, make, field)
+            except MemoryError:
+                clock.free()
+                continue
+            except GpuLostError as lost:
+                if lost.case is not None:
+                    keeper.add(lost.case)
+                raise
             field.add(case)
-            cases.append(case)
+            keeper.add(case)
             on_case(case)
-            if len(cases) - written >= _SAVE_EVERY:
-                done.with_cases(cases).write(path)
-                written = len(cases)
-    finally:
-        if len(cases) > written:
-            done.with_cases(cases).write(path)
-    return done.with_cases(cases)
+    return keeper.measurements

@@ -1,15 +1,18 @@
 """The run behind ``bench regret``: masks that no profile saw, and a table judged on them.
 
-Every plan of a case is timed as a profile times it; those that were best are timed once more in the
-order of rows, for the ablation. On a GPU a few requests are also served by searching: every plan is
-made and tried, as software without a table does, beside the table's request.
+Every plan of a case that a table may rank is timed as a profile times it, in more and longer turns.
+On small masks of each kind those that were best, and those that retain blocks, are timed in the
+order of rows too, for the ablation. On a GPU a few requests are also served by searching: every
+plan is made and tried, as software without a table does, beside the table's request.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,33 +29,38 @@ from tessera_cupy.bench.profile_cases import (
     recipes,
 )
 from tessera_cupy.bench.profile_clock import Clock, GpuClock, ModelClock
-from tessera_cupy.bench.profile_run import Dense, Field, measure_case
+from tessera_cupy.bench.profile_run import Dense, Field, measure_case, profile
+from tessera_cupy.bench.ready import build_kernels, ended_by_signal
 from tessera_cupy.bench.regret import geometric_mean, report
 from tessera_cupy.bench.steps import Steps
 from tessera_cupy.errors import PlanNotEligibleError, wrong
 from tessera_cupy.kernels import catalog
+from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.plan import Plan
 from tessera_cupy.regimes import PlanSpec, Table, load_for, load_table
 from tessera_cupy.regimes.candidates import (
     BASE_ORGANIZATION,
     candidates,
-    made_on_gpu,
+    made_online,
     retains,
 )
-from tessera_cupy.regimes.measurements import Case, Measurements
+from tessera_cupy.regimes.measurements import Case, Measurements, PlanTime
 from tessera_cupy.regimes.regret import online_times
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# The best mappings that are timed in the order of rows too.
-_IN_ROWS = 3
+# Turns of each plan, and milliseconds of one: more than a profile has, as each case counts alone.
+_ROUNDS, _RUN_MS = 12, 6.0
+# The best mappings that are timed in the order of rows too, on so many masks of a kind, of so many
+# entries at most: plans in the order of rows are the host's, which takes seconds for large ones.
+_IN_ROWS, _ROWS_CASES, _ROWS_ENTRIES = 3, 2, 1e5
 # A search times each plan so often after a first run.
 _TRIES = 3
 # Calls of the same mask over which a plan's cost is shared in the amortized figure.
 _PASSES = 4
-# Requests that are also searched for.
-_SEARCHES = 14
+# Requests that are also searched for, and seconds after which no other one is.
+_SEARCHES, _SEARCH_S = 14, 25.0
 
 
 def run_regret(
@@ -63,6 +71,7 @@ def run_regret(
     kinds: Sequence[str] | None,
     model: str | None,
     most_tokens: int | None,
+    budget_s: float,
     keep: Path | None,
     console: Console,
 ) -> dict[str, Any]:
@@ -71,11 +80,12 @@ def run_regret(
     Args:
         table: name of a shipped table or path of another; None means that of the GPU.
         measurements: judge on these in place of measuring.
-        cases: masks to measure.
+        cases: masks to measure, as far as the budget goes.
         kinds: of masks; None means all.
         model: architecture whose times are predicted in place of measured.
         most_tokens: of a mask; None means any.
-        keep: file to write the measurements to.
+        budget_s: seconds for measuring; searches come on top.
+        keep: file to write the measurements to, as they are taken.
         console: where progress goes.
 
     Returns:
@@ -91,34 +101,33 @@ def run_regret(
         raise ValueError(wrong("cases", "at least 1", cases, "measure some"))
     if keep is not None and not keep.parent.is_dir():
         raise ValueError(wrong("keep", "a folder that exists", str(keep.parent), "make it first"))
-    steps = Steps(console, count=1)
+    steps = Steps(console, count=1 if model else 3)
     search: list[dict[str, Any]] = []
     if measurements is not None:
         held = Measurements.read(measurements)
         judged = _table(table, held.arch)
     else:
-        clock: Clock = ModelClock(model) if model else GpuClock()
+        clock = ModelClock(model) if model else GpuClock(_ROUNDS, _RUN_MS)
         judged = _table(table, clock.arch.table)
-        chosen = list(
-            islice(
-                recipes(
-                    HELD_OUT_CLIP,
-                    HELD_OUT_LAYERS,
-                    KINDS if kinds is None else kinds,
-                    seed=1,
-                    most_tokens=most_tokens,
-                    most_active=clock.most_active,
-                ),
-                cases,
-            )
+        drawn = partial(
+            recipes,
+            HELD_OUT_CLIP,
+            HELD_OUT_LAYERS,
+            KINDS if kinds is None else kinds,
+            seed=1,
+            most_tokens=most_tokens,
+            most_active=clock.most_active,
         )
-        with steps.step(f"Measure on {clock.device}", cases) as step:
-            held = _measure(chosen, clock, "model" if model else "measured", step.advance)
-            if model is None:
-                search = _searches(chosen[:_SEARCHES], clock)
-            step.done(f"{cases} cases of {HELD_OUT_CLIP}, which no profile has seen")
-        if keep is not None:
-            held.write(keep)
+        if isinstance(clock, GpuClock):
+            with steps.step("Compile kernels") as step:
+                step.done(f"{build_kernels(clock.arch.name, 'bfloat16')} were missing")
+        with ended_by_signal(), steps.step(f"Measure on {clock.device}", cases) as step:
+            held = _measure(drawn(), clock, cases, budget_s, keep, step.advance)
+            step.done(f"{len(held.cases)} cases of {HELD_OUT_CLIP}, which no profile has seen")
+        if isinstance(clock, GpuClock):
+            with steps.step("Search") as step:
+                search = _searches(islice(drawn(), min(cases, _SEARCHES)), clock, judged)
+                step.done(f"{len(search)} requests served by trying every plan")
     machine = machine_of(held) if measurements is not None or model else machine_here()
     return {
         **machine,
@@ -149,49 +158,97 @@ def _table(table: str | None, arch: str) -> Table:
     return load_table(table) if table.endswith(".yaml") else load_for(table)
 
 
-def _measure(chosen: Sequence[Recipe], clock: Clock, provenance: str, on_case: Any) -> Measurements:
-    make = MaskMaker(clock.to_device)
-    plans = candidates(clock.arch.name)
-    field, dense = Field(), Dense(clock)
-    cases = []
-    for recipe in chosen:
-        case = measure_case(recipe, make, clock, plans, field, dense)
-        field.add(case)
-        cases.append(_with_rows(case, recipe, make, clock))
-        on_case()
+def _measure(
+    drawn: Iterator[Recipe],
+    clock: GpuClock | ModelClock,
+    cases: int,
+    budget_s: float,
+    keep: Path | None,
+    on_case: Callable[[], None],
+) -> Measurements:
+    provenance = "measured" if isinstance(clock, GpuClock) else "model"
     made = (f"Held out: {HELD_OUT_CLIP}, layers from {HELD_OUT_LAYERS.start}.",)
     kernels = catalog.fingerprint(clock.arch.name)
-    return Measurements(clock.arch.table, provenance, clock.device, kernels, made, tuple(cases))
+    empty = Measurements(clock.arch.table, provenance, clock.device, kernels, made, ())
+    dense = Dense(clock)
+    plans = candidates(clock.arch.name)
+    rows: Counter[str] = Counter()
+
+    def measure(recipe: Recipe, make: MaskMaker, _: Field) -> Case:
+        # Every plan: none is left out for what it did on other masks.
+        case = measure_case(recipe, make, clock, plans, Field())
+        case = replace(case, dense_ms=dense.ms(case.features))
+        if case.features.slices or rows[recipe.kind] == _ROWS_CASES:
+            return case
+        mask = make(recipe)
+        if _entries(mask, clock) > _ROWS_ENTRIES:
+            return case
+        rows[recipe.kind] += 1
+        return _with_rows(case, recipe, mask, clock)
+
+    return profile(
+        drawn,
+        clock,
+        empty,
+        path=keep,
+        budget_s=budget_s,
+        most_cases=cases,
+        on_case=lambda case: on_case(),
+        measure=measure,
+    )
 
 
-def _with_rows(case: Case, recipe: Recipe, make: MaskMaker, clock: Clock) -> Case:
-    """Time the best plans, and those that retain blocks, in the order of rows as well."""
+def _entries(mask: BlockMask | KeySlices, clock: Clock) -> int:
+    summary = clock.summary(mask)
+    return mask.nnz if summary is None else summary.nnz
+
+
+def _with_rows(case: Case, recipe: Recipe, mask: BlockMask | KeySlices, clock: Clock) -> Case:
+    """Time the best plans, and those that retain blocks, in the order of rows as well.
+
+    The best plan is timed among them, so that all compare although the clock may have changed.
+    """
     times = online_times(case)
     best = sorted(times, key=lambda plan: (times[plan], plan.name))[:_IN_ROWS]
-    kept = [timing.plan for timing in case.timings if retains(timing.plan)]
+    kept = [plan for plan in candidates(clock.arch.name) if retains(plan)]
     rows = dict.fromkeys(replace(p, organization=BASE_ORGANIZATION) for p in (*best, *kept))
-    more = clock.times(make(recipe), recipe.heads, recipe.head_dim, list(rows))
+    again = clock.times(mask, recipe.heads, recipe.head_dim, [*best[:1], *rows])
+    now = {timing.plan: timing.ms for timing in again if timing.ms is not None}
+    if not best or best[0] not in now:
+        return case
+    more = [_scaled(t, times[best[0]] / now[best[0]]) for t in again if t.plan in rows]
     timings = sorted((*case.timings, *more), key=lambda timing: timing.plan.name)
     return replace(case, timings=tuple(timings))
 
 
-def _searches(chosen: Sequence[Recipe], clock: Clock) -> list[dict[str, Any]]:
+def _scaled(timing: PlanTime, factor: float) -> PlanTime:
+    """As it would have been beside the others; its turns were not theirs."""
+    if timing.ms is None:
+        return timing
+    ms, low, high = (factor * (x or timing.ms) for x in (timing.ms, timing.low, timing.high))
+    return replace(timing, ms=ms, low=low, high=high, rounds=())
+
+
+def _searches(chosen: Iterable[Recipe], clock: GpuClock, table: Table) -> list[dict[str, Any]]:
     """Milliseconds on the host's clock: by the table and by searching, each of a new mask."""
-    cupy = interop.import_cupy()
     make = MaskMaker(clock.to_device)
-    found = []
+    found: list[dict[str, Any]] = []
+    begin = time.monotonic()
     for recipe in chosen:
-        shape = (1, recipe.heads, recipe.grid.tokens, recipe.head_dim)
-        q, out = (
-            cupy.zeros(shape, cupy.uint16).view(interop.numpy_dtype("bfloat16")) for _ in range(2)
-        )
-        _by_table(make(recipe), q, out)  # loads kernels
-        plans = [plan for plan in candidates(clock.arch.name) if made_on_gpu(plan)]
-        _by_search(make(recipe), q, out, plans)
+        if time.monotonic() - begin > _SEARCH_S:
+            break
+        arrays = clock.arrays(recipe.heads, recipe.grid.tokens, recipe.head_dim)
         mask = make(recipe)
-        cold = _by_table(mask, q, out)
-        warm = _by_table(mask, q, out)
-        search, served = _by_search(make(recipe), q, out, plans)
+        slices = isinstance(mask, KeySlices)
+        plans = [p for p in candidates(clock.arch.name) if made_online(p, slices=slices)]
+        # The first request loads kernels. From then on a mask that was refreshed is a new one.
+        _by_table(mask, arrays, table)
+        _by_search(mask, arrays, plans)
+        mask.refresh()
+        cold = _by_table(mask, arrays, table)
+        warm = _by_table(mask, arrays, table)
+        mask.refresh()
+        search, served = _by_search(mask, arrays, plans)
         found.append(
             {
                 "case": recipe.name,
@@ -205,35 +262,38 @@ def _searches(chosen: Sequence[Recipe], clock: Clock) -> list[dict[str, Any]]:
     return found
 
 
-def _by_table(mask: Any, q: Any, out: Any) -> float:
-    cupy = interop.import_cupy()
-    cupy.cuda.get_current_stream().synchronize()
+def _by_table(mask: BlockMask | KeySlices, arrays: Sequence[Any], table: Table) -> float:
+    q, k, v, out = arrays
+    stream = interop.import_cupy().cuda.get_current_stream()
+    stream.synchronize()
     begin = time.perf_counter()
-    block_sparse_attention(q, q, q, mask, out=out)
-    cupy.cuda.get_current_stream().synchronize()
+    block_sparse_attention(q, k, v, mask, out=out, regime=table)
+    stream.synchronize()
     return 1e3 * (time.perf_counter() - begin)
 
 
-def _by_search(mask: Any, q: Any, out: Any, plans: Sequence[PlanSpec]) -> tuple[float, int]:
+def _by_search(
+    mask: BlockMask | KeySlices, arrays: Sequence[Any], plans: Sequence[PlanSpec]
+) -> tuple[float, int]:
     """Make and try every plan, then run the best; milliseconds, and how many plans served."""
-    cupy = interop.import_cupy()
-    stream = cupy.cuda.get_current_stream()
+    q, k, v, out = arrays
+    stream = interop.import_cupy().cuda.get_current_stream()
     stream.synchronize()
     begin = time.perf_counter()
     tried: list[tuple[float, int, Plan]] = []
     for spec in plans:
         try:
-            plan = make_plan(mask, q, regime=spec)
+            plan = make_plan(mask, q, k, v, regime=spec)
         except PlanNotEligibleError:
             continue
-        plan.run(q, q, q, out=out)
+        plan.run(q, k, v, out=out)
         stream.synchronize()
         started = time.perf_counter()
         for _ in range(_TRIES):
-            plan.run(q, q, q, out=out)
+            plan.run(q, k, v, out=out)
         stream.synchronize()
         tried.append((time.perf_counter() - started, len(tried), plan))
-    min(tried)[2].run(q, q, q, out=out)
+    min(tried)[2].run(q, k, v, out=out)
     stream.synchronize()
     return 1e3 * (time.perf_counter() - begin), len(tried)
 

@@ -32,9 +32,8 @@ STANDARD = slices_mass.slices_by_bound(64, "extremes")
 
 CHOOSERS = (
     STANDARD,
-    slices_mass.slices_by_bound(128, "extremes"),
     slices_mass.slices_by_bound(64, "norms"),
-    slices_mass.slices_by_bound(128, "norms"),
+    *(slices_mass.slices_by_bound(128, "norms", parts) for parts in fg_attn.PARTS),
     slices_mass.blocks_by_means(64),
     slices_mass.blocks_by_extremes(64),
 )

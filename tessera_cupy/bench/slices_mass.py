@@ -23,7 +23,7 @@ from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.sparsifiers import fg_attn, scoring
 
 # Heads at a time; each needs about 0.3 GB at 32,760 tokens.
-_THREADS = 4
+_THREADS = 8
 
 _Float = NDArray[np.float32]
 
@@ -45,13 +45,18 @@ class Chooser:
     score: Callable[[_Float, _Float], _Float]
 
 
-def slices_by_bound(group: int, bound: str) -> Chooser:
-    """Single keys by one of FG-Attn's bounds, as the rule rounds them."""
+def slices_by_bound(group: int, bound: str, parts: int = 1) -> Chooser:
+    """Single keys by one of FG-Attn's bounds, as the rule rounds them.
+
+    >>> slices_by_bound(128, "norms", parts=4).name
+    'slices of 128, norms of 4 parts'
+    """
 
     def score(q: _Float, k: _Float) -> _Float:
-        return fg_attn.bounds(q, k, group, bound=bound).astype(np.float32)
+        return fg_attn.bounds(q, k, group, bound=bound, parts=parts).astype(np.float32)
 
-    return Chooser(f"slices of {group}, {bound}", group, 1, score)
+    of_parts = f" of {parts} parts" if parts > 1 else ""
+    return Chooser(f"slices of {group}, {bound}{of_parts}", group, 1, score)
 
 
 def blocks_by_means(block: int) -> Chooser:

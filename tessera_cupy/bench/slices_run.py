@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: The clip's grid and its heads at most: scores of single keys are many, and made on the host.
 GRID = VideoGrid(21, 30, 52)
-CLIP_HEADS = 4
+CLIP_HEADS = 8
 
 
 def run_slices(

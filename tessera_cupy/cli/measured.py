@@ -15,6 +15,21 @@ from tessera_cupy.cli.output import Output, add_json
 Measure = Callable[[argparse.Namespace, Output], Mapping[str, Any]]
 
 
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def seconds(text: str) -> float:
+    """A time with its unit, as an option takes it.
+
+    >>> seconds("90s"), seconds("1.5m")
+    (90.0, 90.0)
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected a time such as 90s, 10m or 1h, got {text!r}")
+    return float(found[1]) * _UNITS[found[2]]
+
+
 def add_measurement(parser: argparse.ArgumentParser, bench: str, measure: Measure) -> None:
     """Declare the options of a measurement, and run it when its command is called.
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
+from tessera_cupy.cli.measured import seconds
 from tessera_cupy.cli.output import Commands, Output, add_json, facts
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.arch import ARCHS
-
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def add_to(commands: Commands) -> None:
@@ -33,7 +31,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument(
         "--budget",
-        type=_seconds,
+        type=seconds,
         default=600.0,
         metavar="TIME",
         help="for measuring, such as 90s, 10m or 1h (default: 10m)",
@@ -69,13 +67,6 @@ def add_to(commands: Commands) -> None:
     )
     add_json(parser)
     parser.set_defaults(run=_run)
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"expected a time such as 90s, 10m or 1h, got {text!r}")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def _run(args: argparse.Namespace, output: Output) -> int:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tessera_cupy.cli.measured import add_places, show
+from tessera_cupy.cli.measured import add_places, seconds, show
 from tessera_cupy.cli.output import Commands, Output, add_json
 from tessera_cupy.kernels.arch import ARCHS
 
@@ -28,6 +28,13 @@ def add_to(kinds: Commands) -> None:
         help="a shipped table such as sm90, or another (default: that of the GPU)",
     )
     regret.add_argument("--cases", type=int, default=140, help="masks (default: 140)")
+    regret.add_argument(
+        "--budget",
+        type=seconds,
+        default=180.0,
+        metavar="TIME",
+        help="for measuring: masks that it does not reach are left out (default: 3m)",
+    )
     regret.add_argument(
         "--families", nargs="+", choices=KINDS, metavar="NAME", help="kinds (default: all)"
     )
@@ -60,6 +67,7 @@ def _run(args: argparse.Namespace, output: Output) -> int:
         kinds=args.families,
         model=args.model,
         most_tokens=args.most_tokens,
+        budget_s=args.budget,
         keep=args.keep,
         console=output.console,
     )

@@ -43,7 +43,7 @@ from tessera_cupy.kernels.builders import (
     ragged_blocks_grid,
 )
 from tessera_cupy.kernels.catalog import SLICE_KERNELS, TILE_KERNELS, KernelConfig, builder
-from tessera_cupy.kernels.fetch import fetch
+from tessera_cupy.kernels.fetch import Fetched, fetch
 from tessera_cupy.kernels.launch import (
     DevicePlan,
     Mark,
@@ -87,20 +87,27 @@ class MaskState:
         """Whether work launched on a stream (CuPy's) comes after the state was made."""
         return bool(stream.ptr == self.stream != PER_THREAD)
 
-    def summary(self) -> MaskSummary:
-        """The scalars, once they are there; nothing else waits or crosses to the host.
+    def fetch(self) -> Fetched:
+        """Let the scalars come to the host; nothing else does, and nothing waits yet."""
+        return fetch(self.scalars, len(MASK_SCALARS))
+
+    def summary(self, coming: Fetched | None = None) -> MaskSummary:
+        """What the scalars say, once they are there; nothing else waits or crosses to the host.
+
+        Args:
+            coming: what :meth:`fetch` gave; None has them come now.
 
         Raises:
             ValueError: the mask is none; the message says why.
         """
-        scalars = fetch(self.scalars, len(MASK_SCALARS)).wait()
-        refuse_bad_mask(scalars)
+        found = (coming or self.fetch()).wait()
+        refuse_bad_mask(found)
         layout = self.source.layout
-        present = int(scalars[MASK_SCALARS.index("present")])
+        present = int(found[MASK_SCALARS.index("present")])
         return MaskSummary(
             blocks=layout.rows * layout.num_blocks[1] if layout.ragged is None else present,
-            nnz=int(scalars[MASK_SCALARS.index("nnz")]),
-            in_runs=int(scalars[MASK_SCALARS.index("in_runs")]),
+            nnz=int(found[MASK_SCALARS.index("nnz")]),
+            in_runs=int(found[MASK_SCALARS.index("in_runs")]),
         )
 
 
@@ -373,7 +380,9 @@ def build(
     arch: str,
     stream: Any,
     *,
-    counted: tuple[MaskState, int] | None = None,
+    state: MaskState | None = None,
+    nnz: int | None = None,
+    room: int | None = None,
     capturing: bool = False,
     mark: Mark = unmarked,
 ) -> DevicePlan:
@@ -384,8 +393,10 @@ def build(
         sizes: the build; the room for its lists is chosen here.
         arch: architecture of the device.
         stream: CuPy's current stream.
-        counted: the mask's state, made on this stream, and the number of its active blocks, where
-            the host knows them, and so what the lists need.
+        state: the mask's, where it was made on this stream before.
+        nnz: the number of its active blocks, and so what the lists need, where the host knows it.
+        room: fragments that the lists get, where the caller uses the plan for a mask only that it
+            knows to need no more.
         capturing: whether a CUDA graph captures the stream; its replays may see other masks.
         mark: told when each kernel is launched.
 
@@ -396,15 +407,20 @@ def build(
 
     if not capturing:
         collect()
-    nnz = None if counted is None else counted[1]
     layout = source.layout
-    listed = layout.most_listed if sizes.gather and counted is None else None
-    room = lists_room(sizes, nnz if listed is None else listed)
+    suffices = room is not None or nnz is not None
+    if room is None:
+        if nnz is None and sizes.gather:
+            nnz = layout.most_listed
+            # Rows of a CSR that is none may overlap, and list more than there is; what is said of
+            # a map may be wrong.
+            suffices = nnz is not None and layout.form == "lists"
+        room = lists_room(sizes, nnz)
     launch = _build_launch(sizes, room, arch)
     nbytes = launch.layout.arena.nbytes
     held: tuple[Any, ...]
     # One allocation holds all: of its parts, the lists take nearly all.
-    if counted is None:
+    if state is None:
         of_state = _state_launch(source.layout, arch, sizes.device.sms)
         with pool_may_grow() if capturing else _NOTHING:
             memory = cupy.empty(nbytes + of_state.arena.nbytes, np.uint8)
@@ -417,7 +433,6 @@ def build(
     else:
         memory = cupy.empty(nbytes, np.uint8)
         base = memory.data.ptr
-        state = counted[0]
         pointers, scalars = state.pointers, state.scalars
         held = (memory, *state.memory)
     placed = launch.at(base, pointers)
@@ -430,9 +445,6 @@ def build(
         kernel = load(config, source.layout.device)
         kernel(grid, threads, params, shared_mem=smem_bytes)
         mark(config.kernel)
-    # Rows of a CSR that is none may overlap, and list more than there is; what is said of a map may
-    # be wrong.
-    suffices = nnz is not None or (listed is not None and layout.form == "lists")
     may_overflow = not suffices and room < launch.most_fragments
     need = watch(sizes, placed.counts) if may_overflow and not capturing else None
     uses = Uses(stream)

@@ -411,6 +411,11 @@ class BlockMask(BlockGrid):
         """Whether some blocks are partial."""
         return len(self.token_bits) > 0
 
+    @property
+    def of_slices(self) -> bool:
+        """Whether the mask was made of key slices."""
+        return self.slices is not None
+
     def on_host(self) -> BlockMask:
         """The mask as a snapshot, read from the GPU if it was not yet; a snapshot is its own."""
         return self

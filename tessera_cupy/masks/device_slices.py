@@ -43,6 +43,11 @@ class DeviceSliceBlocks(DeviceMask, SliceBlocks):
         return DeviceSlices(self)
 
     @property
+    def of_slices(self) -> bool:
+        """Always; the slices themselves are an object that is made when it is asked for."""
+        return True
+
+    @property
     def has_token_bits(self) -> bool:
         """Always, as far as is known without reading the lists."""
         return True

@@ -78,6 +78,18 @@ def made_on_gpu(plan: PlanSpec) -> bool:
     )
 
 
+def made_online(plan: PlanSpec, *, slices: bool) -> bool:
+    """Whether a GPU plans it by itself for a mask in its memory, of blocks or of key slices.
+
+    Slices that are not gathered run as blocks with token bits, which the host makes.
+
+    >>> pack = PlanSpec.parse("attend_mma/q64k64/retain-pack/longest+split")
+    >>> made_online(pack, slices=False), made_online(pack, slices=True)
+    (True, False)
+    """
+    return made_on_gpu(plan) and (plan.mapping.kv == "gather") == slices
+
+
 def retains(plan: PlanSpec) -> bool:
     """Whether tiles are the mask's blocks, or parts of one: nothing is joined.
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Features(NamedTuple):
-    """One request, as a profile table sees it; a tuple, since one is made at each call.
+    """One request, as a profile table sees it.
 
     Attributes:
         block_q, block_kv: rows and columns of a logical block in tokens; of the largest
@@ -39,6 +39,16 @@ class Features(NamedTuple):
     density: float
     run_coverage: float
     slices: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Heads times tokens: how much there is to do side by side, whatever a row keeps."""
+        return self.heads * self.tokens
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The values that regimes are told apart by, as :data:`AXES` of the schema has them."""
+        return self.heads, self.tokens, self.density, self.run_coverage, self.rows
 
     @classmethod
     def of(
@@ -76,5 +86,5 @@ class Features(NamedTuple):
             tokens=mask.shape[1],
             density=summary.density if summary else mask.density(),
             run_coverage=summary.run_coverage if summary else mask.run_coverage(),
-            slices=mask.slices is not None,
+            slices=mask.of_slices,
         )

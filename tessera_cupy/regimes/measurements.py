@@ -46,10 +46,13 @@ class PlanTime:
     Attributes:
         plan: the plan.
         state: one of :data:`STATES`: "dropped" is a plan that was too slow on all masks like
-            this one before, or too much for the host to make.
-        ms: median time of the attention, milliseconds; None unless timed.
+            this one before, too much for the host to make, or for the GPU's memory.
+        ms: time of the attention, milliseconds; None unless timed. Of plans that took turns, the
+            median, without what the turns have in common: these compare.
         low, high: the fastest and the slowest run, milliseconds; as ``ms``.
         note: what was wrong or failed, or how it was timed, in one line.
+        rounds: its time in each turn; those of one turn compare with each other. Empty where
+            plans took no turns.
 
     Raises:
         ValueError: the time of a timed plan is no positive, finite number.
@@ -61,6 +64,7 @@ class PlanTime:
     low: float | None = None
     high: float | None = None
     note: str = ""
+    rounds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.state == "timed" and not (self.ms is not None and 0 < self.ms < math.inf):
@@ -183,6 +187,8 @@ def _arrays(m: Measurements) -> dict[str, NDArray[Any]]:
     shape = (len(m.cases), len(plans))
     times = {name: np.full(shape, np.nan, np.float32) for name in ("ms", "low", "high")}
     state = np.full(shape, 255, np.uint8)  # not considered
+    turns = max((len(t.rounds) for case in m.cases for t in case.timings), default=0)
+    rounds = np.full((*shape, turns), np.nan, np.float32)
     notes: list[tuple[int, int, str]] = []
     for row, case in enumerate(m.cases):
         for timing in case.timings:
@@ -191,6 +197,7 @@ def _arrays(m: Measurements) -> dict[str, NDArray[Any]]:
             for name, values in times.items():
                 value = getattr(timing, name)
                 values[at] = np.nan if value is None else value
+            rounds[at][: len(timing.rounds)] = timing.rounds
             if timing.note:
                 notes.append((*at, timing.note))
     notes.sort()
@@ -205,6 +212,7 @@ def _arrays(m: Measurements) -> dict[str, NDArray[Any]]:
         ),
         "plans": _texts(plans),
         "state": state,
+        "rounds": rounds,
         "note_places": np.array([note[:2] for note in notes], np.int32).reshape(-1, 2),
         "note_texts": _texts([note[2] for note in notes]),
         **times,
@@ -251,7 +259,9 @@ def _measurements(arrays: dict[str, NDArray[Any]]) -> Measurements:
                 for name in ("ms", "low", "high")
             )
             note = notes.get((row, column), "")
-            timings.append(PlanTime(plan, STATES[state], ms, low, high, note))
+            turns = arrays["rounds"][row, column]
+            rounds = tuple(turns[np.isfinite(turns)].tolist())
+            timings.append(PlanTime(plan, STATES[state], ms, low, high, note, rounds))
         known = None if np.isnan(dense) else float(dense)
         cases.append(Case(str(name), str(source), features, tuple(timings), known))
     made = tuple(map(str, arrays["made"]))
@@ -264,6 +274,7 @@ def _check_shapes(arrays: dict[str, NDArray[Any]], plans: int) -> None:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
         ("state", "ms", "low", "high"), (cases, plans)
     )
+    shapes["rounds"] = (cases, plans, arrays["rounds"].shape[-1])
     shapes |= {name: (cases,) for name in arrays if name.startswith("feature_")}
     for name, shape in shapes.items():
         if arrays[name].shape != shape:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tessera_cupy.regimes.candidates import made_on_gpu
+from tessera_cupy.regimes.candidates import made_online
+from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.measurements import Case
 from tessera_cupy.regimes.plan_spec import PlanSpec
 
@@ -49,10 +50,19 @@ class Regret(NamedTuple):
 def online_times(case: Case) -> dict[PlanSpec, float]:
     """Times of the plans that a table may rank for a request like this case.
 
-    Those that a GPU makes by itself; where the host plans whatever is chosen, since the mask has
-    token bits, all.
+    Those of :func:`ranked`.
     """
     times = case.times()
-    if case.features.token_bits and not case.features.slices:
-        return times
-    return {plan: ms for plan, ms in times.items() if made_on_gpu(plan)}
+    served = ranked(case.features, times)
+    return {plan: times[plan] for plan in served}
+
+
+def ranked(features: Features, plans: Iterable[PlanSpec]) -> list[PlanSpec]:
+    """The plans, of these, that a table may rank for a request.
+
+    Those that a GPU makes by itself; where the host plans whatever is chosen, since blocks have
+    token bits, all.
+    """
+    if features.token_bits and not features.slices:
+        return list(plans)
+    return [plan for plan in plans if made_online(plan, slices=features.slices)]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera_cupy import BlockMask, PlanOverflowError, block_sparse_attention, make_plan
+from tessera_cupy import BlockMask, PlanOverflowError, ahead, block_sparse_attention, make_plan
 from tessera_cupy.kernels import device_build, kept, room
 from tessera_cupy.kernels.launch import packed_fragments, packed_tasks
 
@@ -72,7 +72,8 @@ def request_of(gpu: Any, case: Any, rng: Any) -> Callable[..., Request]:
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The plans that the GPU makes."""
+    """The plans that the GPU makes; none ahead, which depends on what was chosen before."""
+    monkeypatch.setattr(ahead, "make", lambda *_: None)
     made: list[Any] = []
     build = device_build.build
 
@@ -326,6 +327,31 @@ def test_nothing_waits_with_a_named_plan(gpu: Any, request_of: Any) -> None:
         stream.synchronize()
         made.check(out, f"turn {turn}")
     assert busy, "the call waited for its stream"
+
+
+@pytest.mark.parametrize("block", [(64, 64), (128, 128)])
+def test_plans_that_are_made_while_the_host_waits(
+    gpu: Any, request_of: Any, rng: Any, monkeypatch: pytest.MonkeyPatch, block: tuple[int, int]
+) -> None:
+    """With lists that are too short, and wrong guesses, in between."""
+    monkeypatch.setattr(ahead, "LEAST_BYTES", 0)
+    monkeypatch.setattr(ahead, "_guesses", {})
+    made = request_of(block)
+    kept_ahead = []
+    settle = ahead.settle
+    monkeypatch.setattr(
+        ahead, "settle", lambda *given: kept_ahead.append(settle(*given)) or kept_ahead[-1]
+    )
+    for density in (0.3, 0.3, 0.1, 0.99, 0.99, 0.99, 0.05, 0.05, 0.5, 0.3):
+        blocks = rng.random(made.blocks.shape) < density
+        there = gpu.cupy.asarray(blocks)
+        made.mask = BlockMask.from_dense(there, made.mask.block_size, made.mask.shape)
+        made.expect(blocks)
+        gpu.poison()
+        gpu.stall(5)
+        made.check(made.call("auto"), f"{density}")
+    assert any(plan is not None for plan in kept_ahead)
+    assert any(plan is None for plan in kept_ahead)
 
 
 @pytest.mark.parametrize("regime", [MMA, "auto"])

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from tessera_cupy.bench import gpu, slices_run, slices_times
+from tessera_cupy.bench.slices_cases import CHOOSERS
 from tessera_cupy.bench.slices_run import run_slices
 from tessera_cupy.video import VideoGrid
 
@@ -37,7 +38,7 @@ def test_all_outputs_are_right(as_blocks: bool, monkeypatch: pytest.MonkeyPatch)
     assert json.loads(json.dumps(report)) == report
     assert report["passed"], report
     cases = report["rows"]
-    assert len(cases) == (8 if as_blocks else 5) + 12
+    assert len(cases) == (8 if as_blocks else 5) + 2 * len(CHOOSERS)
     if cupy.cuda.Device().compute_capability == "90":
         assert all(case["ms"] > 0 for case in cases)
     assert all((case["of_dense"] is not None) == gpu.has_torch() for case in cases[:5])

@@ -1,14 +1,16 @@
 """The clock of a GPU behind NumPy in CuPy's place: plans run on the executor."""
 
 import types
+from functools import partial
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from tessera_cupy import BlockMask, interop
 from tessera_cupy.bench import gpu, profile_clock
-from tessera_cupy.bench.gpu import Timing
-from tessera_cupy.bench.profile_clock import GpuClock, ModelClock
+from tessera_cupy.bench.profile_clock import GpuClock, GpuLostError, ModelClock
+from tessera_cupy.errors import PlanOverflowError
 from tessera_cupy.kernels.arch import get_arch
 from tessera_cupy.masks import KeySlices
 from tessera_cupy.plan import Plan
@@ -21,16 +23,67 @@ SHARE, MERGE, RETAIN = (
 )
 TOKENS, HEADS, DIM = 300, 3, 64
 MS = {SHARE.name: 1.0, MERGE.name: 1.5, RETAIN.name: 4.0}
+ROUNDS = 4
+
+
+class Device(np.ndarray):
+    """An array that, as CuPy's, meets no NumPy array, and computes nothing in bfloat16."""
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **kwargs):
+        arrays = [x for x in (*inputs, *(out or ())) if isinstance(x, np.ndarray)]
+        _refuse(arrays)
+        given = {} if out is None else {"out": tuple(x.view(np.ndarray) for x in out)}
+        bare = [x.view(np.ndarray) if isinstance(x, np.ndarray) else x for x in inputs]
+        made = getattr(ufunc, method)(*bare, **given, **kwargs)
+        return _there(made) if out is None else out[0]
+
+    def __array_function__(self, func, types, args, kwargs):
+        raise TypeError(f"numpy.{func.__name__} of an array on a GPU")
+
+    def __setitem__(self, key, value):
+        _refuse([self, *([value] if isinstance(value, np.ndarray) else [])])
+        super().__setitem__(key, value)
+
+    def fill(self, value):
+        _refuse([self])
+        super().fill(value)
+
+
+def _refuse(arrays):
+    if not all(isinstance(x, Device) for x in arrays):
+        raise TypeError("Implicit conversion between NumPy and CuPy arrays")
+    if any(x.dtype == ml_dtypes.bfloat16 for x in arrays):
+        raise TypeError("no kernel for bfloat16")
+
+
+def _there(x):
+    return np.asarray(x).view(Device)
 
 
 class NumPyAsCuPy(types.ModuleType):
-    """NumPy under CuPy's name."""
+    """NumPy under CuPy's name, on arrays of its own."""
 
     cuda = types.SimpleNamespace(Device=lambda: types.SimpleNamespace(id=0))
-    asnumpy = staticmethod(np.asarray)
+    asarray = staticmethod(lambda x: _there(np.array(x)))
+    asnumpy = staticmethod(lambda x: np.array(x.view(np.ndarray)))
 
     def __getattr__(self, name):
-        return getattr(np, name)
+        function = getattr(np, name)
+
+        def called(*args, **kwargs):
+            flat = [x for arg in args for x in (arg if isinstance(arg, list) else [arg])]
+            _refuse([x for x in flat if isinstance(x, np.ndarray)])
+            bare = [
+                [x.view(np.ndarray) for x in arg]
+                if isinstance(arg, list)
+                else arg.view(np.ndarray)
+                if isinstance(arg, np.ndarray)
+                else arg
+                for arg in args
+            ]
+            return _there(function(*bare, **kwargs))
+
+        return called
 
 
 @pytest.fixture
@@ -39,23 +92,20 @@ def clock(monkeypatch):
     monkeypatch.setattr(interop, "import_cupy", lambda: cupy)
     monkeypatch.setattr(profile_clock, "arch_of", lambda device: get_arch("sm_90a"))
     monkeypatch.setattr(profile_clock, "_POOL", 40_001)
+    monkeypatch.setattr(profile_clock, "_PLUG_BYTES", 16)
     monkeypatch.setattr(gpu, "name", lambda: "NumPy")
-    probed = iter(())
+    run = Plan.run
 
-    def once_ms(call):
+    def on_the_host(self, q, k, v, *, out, **kwargs):
+        run(self, *[x.view(np.ndarray) for x in (q, k, v)], out=out.view(np.ndarray), **kwargs)
+
+    def timed(self, call, count, known):
         call()
         return MS[call.func.__self__.spec.name]
 
-    def timings(calls, on_run, **kwargs):
-        assert kwargs["warm_up"] >= 1
-        for call in calls.values():
-            call()
-        return {name: Timing(MS[name], 0.75 * MS[name], 1.25 * MS[name]) for name in calls}
-
-    monkeypatch.setattr(gpu, "once_ms", once_ms)
-    monkeypatch.setattr(gpu, "timings", timings)
-    assert list(probed) == []
-    return GpuClock()
+    monkeypatch.setattr(Plan, "run", on_the_host)
+    monkeypatch.setattr(GpuClock, "_run", timed)
+    return GpuClock(ROUNDS)
 
 
 @pytest.fixture
@@ -72,10 +122,14 @@ def states(found):
 def test_right_plans_are_timed_in_turns_and_slow_ones_once(clock, mask):
     found = {t.plan: t for t in clock.times(mask, HEADS, DIM, [SHARE, MERGE, RETAIN])}
     assert states(found.values()) == dict.fromkeys((SHARE, MERGE, RETAIN), "timed")
-    assert (found[MERGE].ms, found[MERGE].low, found[MERGE].high) == (1.5, 1.125, 1.875)
-    # Four times as slow as the fastest: one run, which says so.
-    assert (found[RETAIN].ms, found[RETAIN].low) == (4.0, 4.0)
-    assert found[RETAIN].note == "one run"
+    assert (found[MERGE].ms, found[MERGE].low, found[MERGE].high) == (1.5, 1.5, 1.5)
+    assert (found[SHARE].rounds, found[SHARE].note) == ((1.0,) * ROUNDS, "")
+    # Half as slow again as the fastest: not for long.
+    assert found[MERGE].rounds == (1.5, 1.5)
+    assert found[MERGE].note == "2 turns, as it was far behind"
+    # Four times as slow: one call.
+    assert (found[RETAIN].ms, found[RETAIN].low, found[RETAIN].rounds) == (4.0, 4.0, ())
+    assert found[RETAIN].note == "no turns, as it was far behind"
 
 
 def test_plans_that_cannot_serve_are_told(clock, mask):
@@ -91,7 +145,7 @@ def _spoil(monkeypatch, plan, how):
     def spoiled(self, q, k, v, *, out, **kwargs):
         run(self, q, k, v, out=out, **kwargs)
         if self.spec == plan:
-            how(out)
+            how(out.view(np.ndarray))
 
     monkeypatch.setattr(Plan, "run", spoiled)
 
@@ -119,24 +173,51 @@ def test_rows_that_are_never_written_are_found(clock, mask, monkeypatch):
     run = Plan.run
 
     def forgetful(self, q, k, v, *, out, **kwargs):
-        before = out[0, HEADS - 1, 100].copy()
+        bits = out.view(np.uint16)
+        before = bits[0, HEADS - 1, 100].copy()
         run(self, q, k, v, out=out, **kwargs)
         if self.spec == MERGE:
-            out[0, HEADS - 1, 100] = before
+            bits[0, HEADS - 1, 100] = before
 
     monkeypatch.setattr(Plan, "run", forgetful)
     found = states(clock.times(mask, HEADS, DIM, [SHARE, MERGE]))
     assert found == {SHARE: "timed", MERGE: "wrong output"}
 
 
-def test_a_plan_that_fails_is_told_and_the_others_go_on(clock, mask, monkeypatch):
+@pytest.mark.parametrize(("error", "state"), [(ValueError, "failed"), (MemoryError, "dropped")])
+def test_a_plan_that_fails_is_told_and_the_others_go_on(clock, mask, monkeypatch, error, state):
     def fail(out):
-        raise MemoryError("no room\nfor that")
+        raise error("no room\nfor that")
 
     _spoil(monkeypatch, SHARE, fail)
     found = {t.plan: t for t in clock.times(mask, HEADS, DIM, [SHARE, MERGE])}
-    assert states(found.values()) == {SHARE: "failed", MERGE: "timed"}
+    assert states(found.values()) == {SHARE: state, MERGE: "timed"}
     assert found[SHARE].note == "no room"
+
+
+def test_a_gpu_that_is_lost_ends_it(clock, mask, monkeypatch):
+    def fail(out):
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    _spoil(monkeypatch, MERGE, fail)
+    with pytest.raises(GpuLostError, match=r"merge-pack/longest\+split: cudaErrorIllegal") as lost:
+        clock.times(mask, HEADS, DIM, [SHARE, MERGE])
+    assert lost.value.plan == MERGE
+
+
+def test_lists_that_had_no_room_are_made_again():
+    runs = []
+
+    def check():
+        if len(runs) < 2:
+            raise PlanOverflowError("no room")
+
+    of_gpu = types.SimpleNamespace(source=object(), slices=None)
+    for spec, expected in ((SHARE, 2), (PlanSpec.parse("attend_mma/q64k64/merge-merge/rows"), 1)):
+        runs.clear()
+        plan = types.SimpleNamespace(mask=of_gpu, spec=spec, check=check)
+        profile_clock._run_whole(plan, lambda: runs.append(1))
+        assert len(runs) == expected
 
 
 def test_slices_are_checked_by_their_own_lists(clock):
@@ -148,14 +229,27 @@ def test_slices_are_checked_by_their_own_lists(clock):
 
 
 def test_heads_have_numbers_of_their_own(clock):
-    q, k, v, out, first = clock._make_arrays(HEADS, TOKENS, DIM)
-    assert q.shape == out.shape == first.shape == (1, HEADS, TOKENS, DIM)
-    seen = {np.ascontiguousarray(x[0, h]).tobytes() for x in (q, k, v) for h in range(HEADS)}
+    arrays = clock.arrays(HEADS, TOKENS, DIM)
+    assert all(x.shape == (1, HEADS, TOKENS, DIM) for x in arrays)
+    assert all(x.dtype == ml_dtypes.bfloat16 for x in arrays)
+    bits = [x.view(np.uint16) for x in arrays[:3]]
+    seen = {np.ascontiguousarray(x[0, h]).tobytes() for x in bits for h in range(HEADS)}
     assert len(seen) == 3 * HEADS
-    host = clock._make_host(2, TOKENS, DIM)
-    assert all(
-        (a[0] == b[0, :2].astype(np.float32)).all() for a, b in zip(host, (q, k, v), strict=True)
-    )
+
+
+@pytest.mark.parametrize(("work", "plugs"), [(5.0, 0), (0.01, 11)])
+def test_short_calls_wait_behind_work_until_all_are_queued(queue, work, plugs):
+    """A call of 0.01 ms that the host needs 0.03 ms for is still timed as 0.01 ms."""
+    clock = object.__new__(GpuClock)
+    clock._plug = types.SimpleNamespace(data=types.SimpleNamespace(ptr=1))
+    cupy = interop.import_cupy()
+    cupy.cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=0)
+    cupy.cuda.runtime.memsetAsync = lambda *a: queue.launch("plug", host=0.002, work=0.06)
+    call, known = partial(queue.launch, "call", host=0.03, work=work), {}
+    assert clock._run(call, 1, known) == pytest.approx(work)
+    queue.log.clear()
+    assert clock._run(call, 20, known) == pytest.approx(work)
+    assert queue.log == ["plug"] * plugs + ["call", "event", *["call"] * 20, "event"]
 
 
 def test_a_model_s_times_are_those_of_the_plan_on_that_gpu(mask):

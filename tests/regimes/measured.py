@@ -4,6 +4,7 @@ from tessera_cupy.regimes import Features, PlanSpec
 from tessera_cupy.regimes.measurements import Case, Measurements, PlanTime
 
 SHARE = PlanSpec.parse("attend_wgmma/q128k192/share-pack/longest+split")
+GATHER = PlanSpec.parse("attend_wgmma/q128k192/share-gather/longest+split")
 MERGE = PlanSpec.parse("attend_wgmma/q128k192/merge-pack/longest+split")
 RETAIN = PlanSpec.parse("attend_mma/q64k64/retain-pack/longest+split")
 REGROUP = PlanSpec.parse("attend_wgmma/q128k192/regroup-pack/longest+split")

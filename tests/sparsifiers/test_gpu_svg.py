@@ -110,7 +110,7 @@ def test_a_graph_s_memory_is_its_own_until_the_result_ends() -> None:
         graph = stream.end_capture()
         for seed in range(1, 12):
             svg_attention(*arrays, grid, seed=seed, keep=0.2 + seed / 20)
-        for cached in (svg.samples, svg.orders, svg._copies):
+        for cached in (svg._samples, svg.orders, svg._copies):
             cached.cache_clear()
         others = [cupy.full(n, np.nan, np.float32) for n in (100, 5_000, 50_000, 200_000) * 20]
         out.fill(0)
