@@ -133,7 +133,7 @@ def _run(ranks: Ranks, call: Callable[[], object] | None, count: int) -> float:
     begin = now(ranks)
     for _ in range(count):
         call()
-    return between(begin, now(ranks))
+    return between(begin, now(ranks)) / count
 
 
 def parts(ranks: Ranks, plan: ParallelPlan, arrays: tuple[Any, Any, Any]) -> dict[str, float]:

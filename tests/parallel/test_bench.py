@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from tessera_cupy.bench import parallel_times
 from tessera_cupy.bench.corpus import Source
 from tessera_cupy.bench.mask_file import _key
 from tessera_cupy.bench.parallel_request import FAMILY, with_text
+from tessera_cupy.bench.ranks import Ranks
 from tessera_cupy.cli import main
 from tessera_cupy.video import VideoGrid
 
@@ -54,6 +57,33 @@ def uneven(path: Path, counts: list[int]) -> list[str]:
     bits = np.packbits(keep, axis=-1, bitorder="little")
     np.savez(path, **{_key(source, FAMILY): bits})
     return ["--heads", str(len(counts)), "--mask-cache", str(path)]
+
+
+class Alone:
+    """The only rank."""
+
+    on_gpu = False
+
+    def wait(self) -> None: ...
+
+    def tell(self, facts: dict[str, float]) -> list[dict[str, float]]:
+        return [facts]
+
+
+def test_a_sample_is_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(parallel_times, "now", lambda ranks: clock[0])
+
+    def taking(ms: float) -> Callable[[], None]:
+        def call() -> None:
+            clock[0] += 1e-3 * ms
+
+        return call
+
+    calls = {"short": taking(3.0), "long": taking(50.0)}
+    samples = parallel_times.timings(cast("Ranks", Alone()), calls, lambda: None)
+    assert samples["short"] == pytest.approx([3.0] * 7)
+    assert samples["long"] == pytest.approx([50.0] * 7)
 
 
 @pytest.mark.parallel
