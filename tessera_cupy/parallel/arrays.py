@@ -58,6 +58,18 @@ def rows(parts: Sequence[Any], like: Any) -> Any:
     return namespace(like).concatenate(parts) if parts else empty(like, 0, like.shape[-1])
 
 
+def copy_all(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Copy each second array to the first one; with torch in as few kernels as it can."""
+    if not pairs:
+        return
+    if interop.framework(pairs[0][0]) == "torch":
+        targets, sources = map(list, zip(*pairs, strict=True))
+        sys.modules["torch"]._foreach_copy_(targets, sources)
+        return
+    for target, source in pairs:
+        target[...] = source
+
+
 def copy_heads(target: Any, source: Any, heads: Sequence[int]) -> None:
     """Copy some heads of an array, (batch, heads, tokens, dim), to all heads of another one."""
     for here, there in _runs(heads):

@@ -68,6 +68,7 @@ def attend(
     for turn, (arrival, begun) in enumerate(arrivals):
         if moves:
             yield Wait(begun)
+            arrival.unpack()
         if several and turn == 0:
             arrival.keep_own(slice(-1, None))
         out = yield from _ring(schedule, rank, turn, arrival, compute)

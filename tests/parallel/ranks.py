@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tessera_cupy import ArraySpec, BlockMask, parallel
+from tessera_cupy.parallel import exchange
 from tests.parallel.cases import DIM, FOUR, TWO, Case, local
 
 Job = Callable[[int], Any]
@@ -207,8 +208,9 @@ TURNS = (
 
 
 def turns(rank: int) -> Any:
-    """By case, whether any number of turns gives the bits of one, twice."""
+    """By case, whether turns give the bits of one, twice, and again with messages as they are."""
     same = []
+    packed = exchange.LEAST_MESSAGE
     for case, counts in TURNS:
         given = tensors(case, rank)
         plan = parallel.make_plan(
@@ -217,6 +219,9 @@ def turns(rank: int) -> Any:
         once = plan.run(*given)
         several = [plan.with_turns(count) for count in counts]
         runs = [one.run(*given) for one in (*several, *several)]
+        exchange.LEAST_MESSAGE = 0.0
+        runs += [one.run(*given) for one in (plan, *several)]
+        exchange.LEAST_MESSAGE = packed
         same.append(all(bool((once == out).all()) for out in runs))
     return same
 

@@ -8,12 +8,19 @@ import numpy as np
 import pytest
 
 from tessera_cupy.masks.key_slices import block_mask
-from tessera_cupy.parallel import Degrees, Schedule, Shards, make_schedule, simulate
+from tessera_cupy.parallel import Degrees, Schedule, Shards, exchange, make_schedule, simulate
 from tessera_cupy.parallel.exchange import Move, Wait
 from tessera_cupy.parallel.heads import Deal
 from tessera_cupy.parallel.program import attend
 from tessera_cupy.parallel.turns import in_turns, most_turns
 from tests.parallel.cases import FOUR, TWO, Case, local
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages go as they are, however small."""
+    monkeypatch.setattr(exchange, "LEAST_MESSAGE", 0.0)
+
 
 CASES = [pytest.param(case, id=f"{case.name}, {len(case.lengths)}") for case in (*TWO, *FOUR)]
 
@@ -60,6 +67,21 @@ def test_query_heads_of_a_kv_head_stay_in_one_turn() -> None:
     deal = Deal(((0, 1, 2, 3, 4), (5, 6, 7, 8)), shared=3)
     assert in_turns(deal, np.ones(9), 2) == (((3, 4), (0, 1, 2)), ((5,), (6, 7, 8)))
     assert most_turns(deal) == 2
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("case", CASES)
+def test_packed_messages_give_the_same_bits_by_the_same_bytes(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule, parts = schedule_of(case).in_turns(2), parts_of(case)
+    given = {"layout": case.layout, "sm_scale": case.scale}
+    once, traffic = simulate(schedule, *parts, **given)
+    monkeypatch.setattr(exchange, "LEAST_MESSAGE", 1e9)
+    found, moved = simulate(schedule, *parts, **given)
+    for one, other in zip(once, found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert moved == traffic
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -109,6 +131,21 @@ def test_all_ranks_ask_alike_and_arrivals_begin_before_attention() -> None:
     assert asked == [["Move", "Move", *turn, *turn, "Wait", "Wait"]] * 4
 
 
+def test_small_messages_are_one_for_each_rank() -> None:
+    case = Case("uneven", (16, 9, 16, 16), heads=8, kv_heads=8, layout="BSHD")
+    schedule = schedule_of(case)
+    q, k, v = (x[0] for x in parts_of(case))
+    program = attend(schedule, 0, q, k, v, "BSHD", nothing)
+    move = next(program)
+    program.send(None)
+    for one in (move, program.send(None)):
+        assert [len(arrays) for arrays in one.sends.values()] == [1, 1, 1]
+        assert [len(arrays) for arrays in one.receives.values()] == [1, 1, 1]
+    # Two heads of q, k and v, of each rank's tokens.
+    assert [len(arrays[0]) for arrays in move.receives.values()] == [6 * 9, 6 * 16, 6 * 16]
+
+
+@pytest.mark.usefixtures("apart")
 def test_nothing_is_packed_or_unpacked_where_heads_lie_apart() -> None:
     case = Case("even", (32, 32), heads=6, kv_heads=2)
     schedule = schedule_of(case).in_turns(1)
@@ -131,6 +168,7 @@ def test_nothing_is_packed_or_unpacked_where_heads_lie_apart() -> None:
     assert all(np.shares_memory(one, end.value.value) for one in back.receives[1])
 
 
+@pytest.mark.usefixtures("apart")
 def test_heads_of_bshd_are_packed_once() -> None:
     case = Case("even", (32, 32), layout="BSHD")
     schedule = schedule_of(case)
