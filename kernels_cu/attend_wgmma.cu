@@ -37,22 +37,23 @@
 
 namespace tessera {
 
-template <typename T_, int kHeadDim_, int kTileQ_, int kTileKV_, bool kTwins_, bool kBits_,
-          bool kGather_>
+template <typename T_, int kHeadDim_, int kTileQ_, int kTileKV_, int kStages_, bool kTwins_,
+          bool kBits_, bool kGather_>
 struct WgmmaConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kTileQ = kTileQ_;
   static constexpr int kTileKV = kTileKV_;
   static constexpr bool kTwins = kTwins_;
-  static constexpr bool kBits = kBits_;      // fragments may have token bits
-  static constexpr bool kGather = kGather_;  // rows of fragments may lie anywhere
-  static constexpr int kStages = 2;
+  static constexpr bool kBits = kBits_;                        // fragments may have token bits
+  static constexpr bool kGather = kGather_;                    // rows of fragments may lie anywhere
+  static constexpr int kStages = kStages_;                     // of K, and of V
   static constexpr int kWarpgroups = kTileQ / 64;              // that multiply
   static constexpr bool kHalves = kWarpgroups == 2 && !kBits;  // tiles may be of halves
   static constexpr u32 kAll = (1u << kWarpgroups) - 1u;
-  static constexpr int kSets = kAll;  // sets of warpgroups
-  static constexpr int kThreads = 128 * (1 + kWarpgroups);
+  static constexpr int kSets = kAll;                // sets of warpgroups
+  static constexpr int kCopiers = kGather && kTileKV == 128 ? 2 : 1;  // warpgroups that copy
+  static constexpr int kThreads = 128 * (kCopiers + kWarpgroups);
   static constexpr int kSlabs = kHeadDim / 64;
   static constexpr int kQBytes = 64 * kHeadDim * 2;  // of one warpgroup
   static constexpr int kTileBytes = kTileKV * kHeadDim * 2;
@@ -66,17 +67,20 @@ struct WgmmaConfig {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "one or two slabs of 64 columns");
   static_assert(kTileKV == 128 || kTileKV == 192, "the shapes of wgmma_qk");
   static_assert(kTileQ == 128 || kTileQ == 192, "two or three warpgroups of 64 rows");
+  static_assert(!kTwins || kStages == 2, "steps of twins begin at even numbers");
   static_assert(!kGather || (kTileQ == 128 && !kTwins && !kBits),
                 "gathered fragments use the bit of a group that tiles of 128 rows lack");
   // Registers of a thread: the producer's and a consumer's.
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : kCopiers == 2 ? 48 : 24;
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kCopiers == 2 ? 208 : 240;
   // setmaxnreg waits for ever where a CTA asks for more than it was launched with.
-  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
-                    (1 + kWarpgroups) * (65536 / kThreads / 8 * 8),
+  static_assert(kCopiers * kProducerRegisters + kWarpgroups * kConsumerRegisters <=
+                    (kCopiers + kWarpgroups) * (65536 / kThreads / 8 * 8),
                 "the registers of all warpgroups are those of the launch");
-  // That a stage's barrier waits for: of two warps that gather, each lane and the bytes of TMA.
-  static constexpr int kArrivals = kGather ? 2 * 33 : 1;
+  // Warps that gather K, and as many that gather V.
+  static constexpr int kGatherers = 2 * kCopiers;
+  // That a stage's barrier waits for: of warps that gather, each lane and the bytes of TMA.
+  static constexpr int kArrivals = kGather ? kGatherers * 33 : 1;
   static constexpr int kWalkers = kThreads - (kGather ? 0 : 32);  // all but an idle warp
 };
 
@@ -327,7 +331,8 @@ __device__ __forceinline__ void gather_kv(const WgmmaParams& p, WgmmaStorage<C>&
                                           u64 (*empty)[C::kStages], const TensorMap* rows,
                                           const TensorMap* whole, const u16* source,
                                           const Strides& stride) {
-  constexpr int kLooks = C::kTileKV / 64;
+  constexpr int kFours = C::kTileKV / (4 * C::kGatherers);  // of rows, of a warp
+  constexpr int kLooks = (kFours + 7) / 8;
   constexpr int kAtOnce = 4;  // rows of a lane
   constexpr u32 kQPhase = 1u << 30;
   constexpr i32 kWhole = -1;  // of a fragment that is not gathered
@@ -354,11 +359,11 @@ __device__ __forceinline__ void gather_kv(const WgmmaParams& p, WgmmaStorage<C>&
   auto first_index = [&](const Task& task) {
     return (task.flags & kReverse ? task.end - 1 : task.begin) * fragments + lane;
   };
-  // Lane l looks up row l % 8 of the warp's group 4 j + l / 8. Behind a fragment's end any row
-  // does.
+  // Lane l looks up row l % 8 of the warp's group 4 j + l / 8; warps have groups in turn. Behind a
+  // fragment's end any row does.
   auto look_up = [&](int j) {
     const int lane = pinned(threadIdx.x & 31);
-    const int column = (8 * j + lane / 8 * 2 + half) * 8;
+    const int column = ((4 * j + lane / 8) * C::kGatherers + half) * 8;
     const int start = __shfl_sync(~0u, f.start, column >> p.slot_log2);
     const u32 info = __shfl_sync(~0u, f.info, column >> p.slot_log2);
     const int row = (column & (slot - 1)) + (lane & 7);
@@ -401,7 +406,7 @@ __device__ __forceinline__ void gather_kv(const WgmmaParams& p, WgmmaStorage<C>&
           }
         }
         held = (held & ~(C::kAll << (stage * C::kWarpgroups))) | parts << (stage * C::kWarpgroups);
-        const bool own_whole = loaded && (f.info & kGathered) == 0u && (lane & 1) == half;
+        const bool own_whole = loaded && (f.info & kGathered) == 0u && lane % C::kGatherers == half;
         const u32 bytes = __popc(__ballot_sync(~0u, own_whole)) * fragment_bytes;
         if (lane == 0) mbarrier_arrive_expect(barrier, bytes);
         __syncwarp();
@@ -445,10 +450,12 @@ __device__ __forceinline__ void gather_kv(const WgmmaParams& p, WgmmaStorage<C>&
       const u32 lower = (upper ^ 64u) + 512;  // four rows further down
 #pragma unroll
       for (int j = 0; j < kLooks; ++j) {
+        constexpr u32 kRest = (1u << kFours % 8 * 4) - 1u;
+        const u32 all = kFours - 8 * j >= 8 ? ~0u : kRest;
         const u32 gathered = parts != 0u ? __ballot_sync(~0u, keys[j] != kWhole) : 0u;
-        if (gathered == ~0u && p.head_dim == C::kHeadDim) {
+        if (gathered == all && p.head_dim == C::kHeadDim) {
 #pragma unroll
-          for (int first = 0; first < 8; first += kAtOnce) {
+          for (int first = 0; first < 8 && 8 * j + first < kFours; first += kAtOnce) {
             u32 row[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i)
@@ -458,7 +465,7 @@ __device__ __forceinline__ void gather_kv(const WgmmaParams& p, WgmmaStorage<C>&
 #pragma unroll
               for (int i = 0; i < kAtOnce; ++i)
                 cp_async16((i % 2 == 0 ? upper : lower) + slab * 1024 +
-                               (8 * j + first + i / 2 * 2) * C::kGroupBytes,
+                               (4 * j + (first + i) / 2) * C::kGatherers * C::kGroupBytes,
                            of_head + row[i] + slab * 128, true);
           }
         } else {
@@ -468,9 +475,9 @@ __device__ __forceinline__ void gather_kv(const WgmmaParams& p, WgmmaStorage<C>&
             const u32 row = __shfl_sync(~0u, keys[j], i * 4 + own) * row_bytes + chunk * 16;
 #pragma unroll
             for (int slab = 0; slab < C::kSlabs; ++slab)
-              cp_async16(
-                  (i % 2 == 0 ? upper : lower) + slab * 1024 + (8 * j + i / 2 * 2) * C::kGroupBytes,
-                  of_head + row + slab * 128, slab * 64 + chunk * 8 < p.head_dim);
+              cp_async16((i % 2 == 0 ? upper : lower) + slab * 1024 +
+                             (4 * j + i / 2) * C::kGatherers * C::kGroupBytes,
+                         of_head + row + slab * 128, slab * 64 + chunk * 8 < p.head_dim);
           }
         }
         look_up(j);
@@ -1053,15 +1060,16 @@ __device__ __forceinline__ void attend_wgmma(const WgmmaParams& params, TaskTime
   if (C::kTwins) cluster_sync();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32 % 4, 0);
-  if (warpgroup == 0) {
+  if (warpgroup < C::kCopiers) {
     registers_decrease<C::kProducerRegisters>();
     if constexpr (C::kGather) {
+      const int part = 2 * warpgroup + warp / 2;
       if (warp % 2 == 0) {
-        gather_kv<C, false>(params, smem, warp / 2, smem.k, smem.k_full, smem.k_empty,
-                            &params.k_rows, &params.k_fragment, params.k, params.k_stride);
+        gather_kv<C, false>(params, smem, part, smem.k, smem.k_full, smem.k_empty, &params.k_rows,
+                            &params.k_fragment, params.k, params.k_stride);
       } else {
-        gather_kv<C, true>(params, smem, warp / 2, smem.v, smem.v_full, smem.v_empty,
-                           &params.v_rows, &params.v_fragment, params.v, params.v_stride);
+        gather_kv<C, true>(params, smem, part, smem.v, smem.v_full, smem.v_empty, &params.v_rows,
+                           &params.v_fragment, params.v, params.v_stride);
       }
     } else {
       if (warp == 0)
@@ -1074,8 +1082,9 @@ __device__ __forceinline__ void attend_wgmma(const WgmmaParams& params, TaskTime
     }
   } else {
     registers_increase<C::kConsumerRegisters>();
-    const Clock clock(times, warpgroup - 1, C::kWarpgroups, threadIdx.x % 128 == 0);
-    WgmmaConsumer<C>(params, smem, warpgroup - 1, warp).run(clock);
+    const int multiplies = warpgroup - C::kCopiers;
+    const Clock clock(times, multiplies, C::kWarpgroups, threadIdx.x % 128 == 0);
+    WgmmaConsumer<C>(params, smem, multiplies, warp).run(clock);
   }
   // Neither CTA may end while the other writes to its memory.
   if (C::kTwins) cluster_sync();
@@ -1091,19 +1100,19 @@ __device__ __forceinline__ void attend_wgmma(const Timed<WgmmaParams>& timed) {
 }  // namespace tessera
 
 // The one entry of a specialisation, and the one that keeps time: element type, head dim, tile
-// rows, tile columns, whether pairs of CTAs share lists, whether fragments have token bits, whether
-// their rows may lie anywhere.
+// rows, tile columns, stages, whether pairs of CTAs share lists, whether fragments have token bits,
+// whether their rows may lie anywhere.
 #define TESSERA_CLUSTER_true __cluster_dims__(2, 1, 1)
 #define TESSERA_CLUSTER_false
 #define TESSERA_ATTEND_WGMMA(...) TESSERA_ATTEND_WGMMA_OF(tessera::WgmmaParams, __VA_ARGS__)
 #define TESSERA_ATTEND_WGMMA_TIMED(...) \
   TESSERA_ATTEND_WGMMA_OF(tessera::Timed<tessera::WgmmaParams>, __VA_ARGS__)
-#define TESSERA_ATTEND_WGMMA_OF(PARAMS, T, kHeadDim, kTileQ, kTileKV, kTwins, kBits, kGather) \
-  extern "C" __global__ void TESSERA_CLUSTER_##kTwins __launch_bounds__(                      \
-      tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits,              \
-                           kGather>::kThreads,                                                \
-      1) attend(const __grid_constant__ PARAMS params) {                                      \
-    tessera::attend_wgmma<                                                                    \
-        tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits, kGather>>( \
-        params);                                                                              \
+#define TESSERA_ATTEND_WGMMA_OF(PARAMS, T, kHeadDim, kTileQ, kTileKV, kStages, kTwins, kBits,  \
+                                kGather)                                                       \
+  extern "C" __global__ void TESSERA_CLUSTER_##kTwins __launch_bounds__(                       \
+      tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kStages, kTwins, kBits,      \
+                           kGather>::kThreads,                                                 \
+      1) attend(const __grid_constant__ PARAMS params) {                                       \
+    tessera::attend_wgmma<tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kStages, \
+                                               kTwins, kBits, kGather>>(params);               \
   }
