@@ -507,8 +507,8 @@ struct FragmentsAhead {
     left = 0;
   }
 
-  // The next step's; nothing behind the last one.
-  __device__ __forceinline__ Fragment next() {
+  // The next step's, start and info; nothing behind the last one.
+  __device__ __forceinline__ u64 next() {
     constexpr int kForEver = 1 << 30;
     while (left == 0) {
       task += gridDim.x;
@@ -530,14 +530,14 @@ struct FragmentsAhead {
     const u64 raw = index < limit ? __ldg(list + index) : 0ull;
     index += index_step;
     --left;
-    return {static_cast<i32>(raw), static_cast<u32>(raw >> 32)};
+    return raw;
   }
 };
 
 // The same on tiles of 128 columns, by twice as many warps, each of which copies 32 neighbouring
 // rows of every step. Their time is short here, not their registers: what depends on a task alone
-// is worked out once a task. Fragments are read two steps ahead and rows are looked up one step
-// ahead, whichever task those steps are of.
+// is worked out once a task. Fragments are read three steps ahead and rows are looked up two steps
+// ahead, whichever task those steps are of, so that neither is waited for.
 template <typename C, bool kOfV>
 __device__ __forceinline__ void gather_deep(const WgmmaParams& p, WgmmaStorage<C>& smem, int part,
                                             u8* tiles, u64 (*full)[C::kStages],
@@ -562,20 +562,24 @@ __device__ __forceinline__ void gather_deep(const WgmmaParams& p, WgmmaStorage<C
 
   TaskWalk<C> walk(p, smem);
   FragmentsAhead<C> ahead(p, walk.count);
-  Fragment f{0, 0u};     // of the step at hand
-  Fragment next{0, 0u};  // and of that after it
-  i32 key = kWhole;      // the row to copy in the step at hand
-  // Behind a fragment's end any row does.
-  auto look_up = [&]() {
-    const int start = __shfl_sync(~0u, next.start, of_fragment);
-    const u32 info = __shfl_sync(~0u, next.info, of_fragment);
-    key = (info & kGathered) == 0u ? kWhole : 0;
-    if (key == 0 && place < static_cast<int>(info >> 24))
-      key = __ldg(p.rows + static_cast<u32>(start + place));
+  Fragment f{0, 0u};   // of the step at hand
+  Fragment f1{0, 0u};  // of the step after it
+  u64 f2 = 0;          // of the second step after it: one register pair, to be read into
+  i32 key = kWhole;    // the row to copy in the step at hand
+  i32 key1 = kWhole;   // in the step after it
+  // Goes on by a step. Behind a fragment's end any row does. Moves come before the reads into what
+  // they free: ptxas would put them behind, where they wait.
+  auto advance = [&]() {
+    f = f1;
+    f1 = {pinned(static_cast<int>(f2)), static_cast<u32>(pinned(static_cast<int>(f2 >> 32)))};
+    const int start = __shfl_sync(~0u, f1.start, of_fragment);
+    const u32 info = __shfl_sync(~0u, f1.info, of_fragment);
+    key = pinned(key1);
+    key1 = (info & kGathered) == 0u ? kWhole : 0;
+    if (key1 == 0 && place < static_cast<int>(info >> 24))
+      key1 = __ldg(p.rows + static_cast<u32>(start + place));
     __syncwarp();
-    // Moved now: a move that ptxas puts behind the read would wait for it.
-    f = {pinned(next.start), static_cast<u32>(pinned(static_cast<int>(next.info)))};
-    next = ahead.next();
+    f2 = ahead.next();
   };
 
   u32 stage = 0;
@@ -591,8 +595,9 @@ __device__ __forceinline__ void gather_deep(const WgmmaParams& p, WgmmaStorage<C
     }
     if (!__any_sync(~0u, begun)) {
       begun = true;
-      next = ahead.next();
-      look_up();
+      f2 = ahead.next();
+      advance();
+      advance();
     }
     const u32 existing = existing_groups<C>(task.rows);
     const int batch = task.head / p.q_heads;
@@ -663,7 +668,7 @@ __device__ __forceinline__ void gather_deep(const WgmmaParams& p, WgmmaStorage<C
         cp_async_arrive(barrier);
       }
       stage = stage + 1 == C::kStages ? 0 : stage + 1;
-      look_up();
+      advance();
     }
     const bool last = !walk.more();
     walk.next();
