@@ -16,6 +16,7 @@ from tests.emulator.emulator import Emulator, compiler
 from tests.emulator.gpu import EmulatedGpu
 
 HOPPER = ("attend_wgmma", 128, 192)
+HOPPER_DEEP = ("attend_wgmma", 128, 128)
 CASES = [
     # (kernel, rows and columns of a tile), group, (sq, skv), head dim, density, organization
     (HOPPER, 64, (319, 349), 64, 0.1, "longest+split"),
@@ -25,6 +26,10 @@ CASES = [
     (HOPPER, 128, (800, 230), 128, 0.2, "rows"),
     (HOPPER, 192, (410, 203), 128, 0.2, "rows"),
     (HOPPER, 192, (43, 571), 80, 0.1, "longest+split"),
+    (HOPPER_DEEP, 64, (319, 549), 128, 0.1, "longest+split"),
+    (HOPPER_DEEP, 64, (310, 305), 80, 0.3, "alternate"),
+    (HOPPER_DEEP, 128, (389, 662), 64, 0.05, "alternate"),
+    (HOPPER_DEEP, 192, (210, 571), 128, 0.1, "longest+split"),
     (("attend_mma", 64, 64), 64, (190, 349), 64, 0.1, "longest+split"),
     (("attend_mma", 64, 64), 64, (100, 260), 80, 0.3, "alternate"),
     (("attend_mma", 64, 64), 128, (203, 405), 128, 0.05, "runs+alternate"),
