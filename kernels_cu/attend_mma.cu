@@ -29,6 +29,7 @@
 #pragma once
 
 #include "common/ptx.cuh"
+#include "common/task_times.cuh"
 #include "common/types.cuh"
 
 namespace tessera {
@@ -736,12 +737,28 @@ __device__ __forceinline__ void attend_mma(const AttendParams& params) {
   attend.run();
 }
 
+// The same, keeping time.
+template <typename C>
+__device__ __forceinline__ void attend_mma(const Timed<AttendParams>& timed) {
+  const i64* counts = timed.params.counts;
+  if (counts != nullptr && blockIdx.x >= counts[kTasks]) return;
+  const TaskClock clock(timed.times, 0, 1, threadIdx.x == 0);
+  clock.begin(blockIdx.x);
+  attend_mma<C>(timed.params);
+  barrier_sync();  // every warp is done
+  clock.end(blockIdx.x);
+}
+
 }  // namespace tessera
 
-// The one entry of a specialisation.
-#define TESSERA_ATTEND_MMA(T, HEAD_DIM, TILE_Q, TILE_KV, WARPS, STAGES, BITS, GATHER, MIN_CTAS)    \
+// The one entry of a specialisation, and the one that keeps time.
+#define TESSERA_ATTEND_MMA(...) TESSERA_ATTEND_MMA_OF(tessera::AttendParams, __VA_ARGS__)
+#define TESSERA_ATTEND_MMA_TIMED(...) \
+  TESSERA_ATTEND_MMA_OF(tessera::Timed<tessera::AttendParams>, __VA_ARGS__)
+#define TESSERA_ATTEND_MMA_OF(PARAMS, T, HEAD_DIM, TILE_Q, TILE_KV, WARPS, STAGES, BITS, GATHER,   \
+                              MIN_CTAS)                                                            \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)                               \
-      attend(const __grid_constant__ tessera::AttendParams params) {                               \
+      attend(const __grid_constant__ PARAMS params) {                                              \
     using Config =                                                                                 \
         tessera::AttendConfig<tessera::T, HEAD_DIM, TILE_Q, TILE_KV, WARPS, STAGES, BITS, GATHER>; \
     tessera::attend_mma<Config>(params);                                                           \

@@ -32,6 +32,7 @@
 
 #include "common/ptx.cuh"
 #include "common/ptx_hopper.cuh"
+#include "common/task_times.cuh"
 #include "common/types.cuh"
 
 namespace tessera {
@@ -655,7 +656,8 @@ struct WgmmaConsumer {
     fresh = false;
   }
 
-  __device__ __forceinline__ void run() {
+  template <typename Clock>
+  __device__ __forceinline__ void run(const Clock& clock) {
     StepCount n;
     u32 q_phase = 0;
     bool pending = false;  // P waits for its product
@@ -669,6 +671,7 @@ struct WgmmaConsumer {
     while (walk.index >= 0) {
       const Task& task = walk.task();
       const u32 steps = task.end - task.begin;
+      clock.begin(walk.index);
       n.begin(walk.twin());
       mbarrier_wait(smem_address(&smem.q_full[warpgroup]), q_phase);
       q_phase ^= 1;
@@ -694,6 +697,7 @@ struct WgmmaConsumer {
         release_v(of_pending);
         if (left == 1) release_q();
         finish(p.tasks[carried]);
+        clock.end(carried);
         carried = -1;
         clear();
         softmax<true>(of_step, of_bits, whole, walk.second(), false, of_pending);
@@ -750,6 +754,7 @@ struct WgmmaConsumer {
         if (pending) finish_pv(of_pending);
         pending = false;
         finish(p.tasks[done]);
+        clock.end(done);
         clear();
       }
       const bool last = !walk.more();
@@ -1014,8 +1019,8 @@ struct WgmmaConsumer {
   }
 };
 
-template <typename C>
-__device__ __forceinline__ void attend_wgmma(const WgmmaParams& params) {
+template <typename C, typename Clock = NoClock>
+__device__ __forceinline__ void attend_wgmma(const WgmmaParams& params, TaskTime* times = nullptr) {
   extern __shared__ __align__(1024) u8 dynamic_smem[];
   WgmmaStorage<C>& smem = *reinterpret_cast<WgmmaStorage<C>*>(dynamic_smem);
   // V rows that no fragment fills are multiplied by zeros: they must be numbers.
@@ -1069,23 +1074,35 @@ __device__ __forceinline__ void attend_wgmma(const WgmmaParams& params) {
     }
   } else {
     registers_increase<C::kConsumerRegisters>();
-    WgmmaConsumer<C>(params, smem, warpgroup - 1, warp).run();
+    const Clock clock(times, warpgroup - 1, C::kWarpgroups, threadIdx.x % 128 == 0);
+    WgmmaConsumer<C>(params, smem, warpgroup - 1, warp).run(clock);
   }
   // Neither CTA may end while the other writes to its memory.
   if (C::kTwins) cluster_sync();
 }
 
+// The same, keeping time: each warpgroup that multiplies is a part of its own. As its last product
+// with V runs beside the next task's first with K, a task may end after the next one has begun.
+template <typename C>
+__device__ __forceinline__ void attend_wgmma(const Timed<WgmmaParams>& timed) {
+  attend_wgmma<C, TaskClock>(timed.params, timed.times);
+}
+
 }  // namespace tessera
 
-// The one entry of a specialisation: element type, head dim, tile rows, tile columns, whether pairs
-// of CTAs share lists, whether fragments have token bits, whether their rows may lie anywhere.
+// The one entry of a specialisation, and the one that keeps time: element type, head dim, tile
+// rows, tile columns, whether pairs of CTAs share lists, whether fragments have token bits, whether
+// their rows may lie anywhere.
 #define TESSERA_CLUSTER_true __cluster_dims__(2, 1, 1)
 #define TESSERA_CLUSTER_false
-#define TESSERA_ATTEND_WGMMA(T, kHeadDim, kTileQ, kTileKV, kTwins, kBits, kGather)            \
+#define TESSERA_ATTEND_WGMMA(...) TESSERA_ATTEND_WGMMA_OF(tessera::WgmmaParams, __VA_ARGS__)
+#define TESSERA_ATTEND_WGMMA_TIMED(...) \
+  TESSERA_ATTEND_WGMMA_OF(tessera::Timed<tessera::WgmmaParams>, __VA_ARGS__)
+#define TESSERA_ATTEND_WGMMA_OF(PARAMS, T, kHeadDim, kTileQ, kTileKV, kTwins, kBits, kGather) \
   extern "C" __global__ void TESSERA_CLUSTER_##kTwins __launch_bounds__(                      \
       tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits,              \
                            kGather>::kThreads,                                                \
-      1) attend(const __grid_constant__ tessera::WgmmaParams params) {                        \
+      1) attend(const __grid_constant__ PARAMS params) {                                      \
     tessera::attend_wgmma<                                                                    \
         tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits, kGather>>( \
         params);                                                                              \

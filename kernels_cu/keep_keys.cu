@@ -1,8 +1,14 @@
-// Of each row of float16 bounds (key_bounds.cu) the `count` largest, exactly, ties to the lower
-// key, or all from a level on; and what is kept anyhow. NaN is never kept for its bound. The result
-// is a map with a bit for each key, as mask_state.cu reads it:
+// Of each row of float16 bounds (key_bounds.cu) or sums (column_sums.cu) the `count` largest,
+// exactly, ties to the lower key, or all from a level on; what is kept anyhow; and others at
+// random. NaN is never kept for its bound. The result is a map with a bit for each key, as
+// mask_state.cu reads it:
 //
 //   bits  u32 [rows][words_pitch]: bit j % 32 of word j / 32 is key j; bits past the tokens are 0
+//
+// A key is drawn where its number in [0, 1), of 32 binary digits, is below the probability. For the
+// 32 keys of a word, digit 4 i + n of all of them is the word n of Philox at the counter (word, row
+// of the head, head, i): so two instructions a digit compare 32 keys, and after 12 digits, three
+// calls, few are open.
 //
 // A CTA takes a row, which it holds in shared memory, if it fits there, or reads again each time.
 // Bounds are compared in pairs, as tensors of two halves that become 1 or 0, which the tensor cores
@@ -31,28 +37,38 @@
 // sample 3,100, two countings 6,500 each, words 4,700, so 22,300, where 44,700 took 0.50 ms at 2.9
 // a cycle: 8,900 cycles at 2.5, 0.26 to 0.32 ms. Eight warps and not 16, as each warp's 1,150
 // beside its keys are 9,200 then and not 18,400.
+//
+// For Chipmunk's 2,400 rows of 8 heads, a third of these: 276 MB read, 0.09 to 0.11 ms, and for its
+// random keys 3.3 calls of Philox a word, 3,600 cycles a row, 0.03 to 0.04 ms more.
 #pragma once
 
+#include "common/builders.cuh"
+#include "common/finite.cuh"
+#include "common/philox.cuh"
 #include "common/ptx.cuh"
-#include "common/scan.cuh"
 #include "common/types.cuh"
 
 namespace tessera {
 
 struct KeepKeysParams {
-  const u16* bounds;  // (rows, pitch) float16
+  const u16* bounds;  // rows of `tokens` float16, at multiples of 16 bytes
   u32* bits;          // (rows, words_pitch)
   i32 rows_of_head;
   i32 tokens;
-  i32 pitch;  // a multiple of 32
+  i32 pitch;  // from one row to the next, a multiple of 8
   i32 words_pitch;
   i32 begin;  // keys from here to `end` compete; the others are kept
   i32 end;
+  i32 text_begin;  // those of them from here to `text_end` are kept anyhow
+  i32 text_end;
   i32 full_begin;  // rows of a head from here to `full_end` keep all keys
   i32 full_end;
-  i32 count;         // keys that compete and are kept, at least 1; 0: those from `level` on
-  i32 level;         // float16
-  i32 held;          // 1: a row fits into shared memory
+  i32 count;  // keys that compete and are kept, at least 1; 0: those from `level` on
+  i32 level;  // float16
+  i32 held;   // 1: a row fits into shared memory
+  u32 drawn;  // 2^32 times the probability of a key, below 2^32
+  u64 seed;
+  i32* flag;         // set where a row holds NaN or infinities, or null
   i32 sample_more;   // of 1,024 keys, as many as reach a level that is rather too low,
   i32 sample_fewer;  // and one that is rather too high; above 1,024, or 0: there is none
 };
@@ -93,18 +109,22 @@ class KeyRow {
       return;
     }
     if constexpr (kHeld) {
+      const int whole = p.tokens / 8;
       u32 to = smem_address(held) + 16 * threadIdx.x;
       u64 from = reinterpret_cast<u64>(row) + 16 * threadIdx.x;
 #pragma unroll 4
-      for (int i = threadIdx.x; i < p.pitch / 8; i += kThreads) {
+      for (int i = threadIdx.x; i < whole; i += kThreads) {
         cp_async16(to, from, true);
         to += 16 * kThreads;
         from += 16 * kThreads;
       }
+      const int last = whole + static_cast<int>(threadIdx.x);
+      if (last < chunks()) reinterpret_cast<uint4*>(held)[last] = last_chunk(last);
       cp_async_commit();
       cp_async_wait<0>();
       __syncthreads();
     }
+    if (p.flag != nullptr) look();
     if (p.count > 0) {
       write(search());
     } else {
@@ -135,20 +155,53 @@ class KeyRow {
   static __device__ __forceinline__ int warp() { return threadIdx.x >> 5; }
   __device__ __forceinline__ int words() const { return (p.tokens + 31) / 32; }
 
-  // A warp has neighbouring units, from its edge to the next one. Half a unit at the end of the row
-  // is the last warp's.
-  __device__ __forceinline__ int edge(int warp) const { return warp * (p.pitch / kUnit) / kWarps; }
+  __device__ __forceinline__ int chunks() const { return 4 * words(); }
 
-  // Eight bounds.
+  // A warp has neighbouring units, from its edge to the next one. What is no whole unit at the end
+  // of the row is the last warp's.
+  __device__ __forceinline__ int edge(int warp) const { return warp * (chunks() / 32) / kWarps; }
+
+  // Eight bounds, NaN behind the tokens.
   __device__ __forceinline__ uint4 chunk(int index) const {
     if constexpr (kHeld) return reinterpret_cast<const uint4*>(held)[index];
+    if (index >= p.tokens / 8) return last_chunk(index);
     return __ldg(reinterpret_cast<const uint4*>(row) + index);
   }
 
-  // Keys 2 index and that plus 1.
+  // What makes NaN of those of a pair that are not among so many keys.
+  static __device__ __forceinline__ u32 behind(int left) {
+    return (left > 0 ? 0u : 0x7fffu) | (left > 1 ? 0u : 0x7fff0000u);
+  }
+
+  // A chunk that is not whole.
+  __device__ __forceinline__ uint4 last_chunk(int index) const {
+    const int left = p.tokens - 8 * index;
+    uint4 keys = make_uint4(0, 0, 0, 0);
+    if (left > 0) keys = __ldg(reinterpret_cast<const uint4*>(row) + index);
+    keys.x |= behind(left);
+    keys.y |= behind(left - 2);
+    keys.z |= behind(left - 4);
+    keys.w |= behind(left - 6);
+    return keys;
+  }
+
+  // Keys 2 index and that plus 1, both below the tokens.
   __device__ __forceinline__ u32 pair(int index) const {
     if constexpr (kHeld) return reinterpret_cast<const u32*>(held)[index];
     return __ldg(reinterpret_cast<const u32*>(row) + index);
+  }
+
+  // Sets the flag if the row holds what is no number.
+  __device__ __forceinline__ void look() const {
+    bool found = false;
+    for (int i = threadIdx.x; i < chunks(); i += kThreads) {
+      const uint4 keys = chunk(i);
+      const u32 pairs[4] = {keys.x, keys.y, keys.z, keys.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        found = found || not_finite<half_t>(pairs[j] & ~behind(p.tokens - 8 * i - 2 * j));
+    }
+    if (found) *p.flag = 1;
   }
 
   // c += for each column the sum of b where keys reach a level. Rows are 16 runs of 16 keys, in the
@@ -172,9 +225,9 @@ class KeyRow {
     const int end = 32 * edge(warp() + 1) + lane();
 #pragma unroll 4
     for (int at = 32 * edge(warp()) + lane(); at < end; at += 32) count(chunk(at));
-    if (warp() == kWarps - 1 && p.pitch % kUnit != 0) {
+    if (warp() == kWarps - 1 && chunks() % 32 != 0) {
       constexpr u32 kNone = 0x7fff7fffu;
-      count(lane() < 16 ? chunk(end) : make_uint4(kNone, kNone, kNone, kNone));
+      count(end < chunks() ? chunk(end) : make_uint4(kNone, kNone, kNone, kNone));
     }
     float sum = sums[0][0] + sums[0][2];
 #pragma unroll
@@ -227,7 +280,7 @@ class KeyRow {
     Counted high{rank_of(kPlus) + 1, 0, 0, 0};
     int apart = 0;  // of the levels, the first of which is `first`
     int first = 0;
-    if (low.all > p.count && p.pitch >= 64 * kPairs) {
+    if (low.all > p.count && p.tokens >= 64 * kPairs) {
       int past = high.level;
       first = low.level;
       bracket(first, past);
@@ -269,7 +322,7 @@ class KeyRow {
     constexpr int kLevels = 8;  // of each end, in a step
     // Pairs at even distances, an odd number of words apart; of each turn a little further, so that
     // they are not of one column of the video.
-    const int apart = (p.pitch / (64 * kPairs) - 1) | 1;
+    const int apart = (p.tokens / (64 * kPairs) - 1) | 1;
     u32 sample[kPairs];
     u32 least = 0;
     u32 most = 0;
@@ -334,7 +387,7 @@ class KeyRow {
 #pragma unroll
     for (int unit = 0; unit < 4; ++unit) {
       const bool here = mine && lane() / 8 == unit;
-      add(c, chunk(min(4 * first + 32 * unit + lane(), p.pitch / 8 - 1)), level * 0x10001u,
+      add(c, chunk(min(4 * first + 32 * unit + lane(), chunks() - 1)), level * 0x10001u,
           here ? 0x40003c00u + higher : 0, here ? 0x48004400u + higher : 0);
     }
     // Whole numbers below 65,536 in the low bits of floats.
@@ -356,7 +409,7 @@ class KeyRow {
       u32 kept = word_from(first, cut.from);
       if (cut.left != kAll) kept = first_of(kept, word_from(first, cut.above), cut.left);
       const int word = first + word_of(lane());
-      if (word < end) put(word, kept);
+      if (word < end) put(word, p.drawn != 0 ? kept | drawn(word) : kept);
     }
   }
 
@@ -394,12 +447,35 @@ class KeyRow {
     return above | (at & first_bits(bits));
   }
 
+  // Which keys of a word are drawn.
+  __device__ __forceinline__ u32 drawn(int word) const {
+    const u32 head = blockIdx.x / static_cast<u32>(p.rows_of_head);
+    const u32 of_head = blockIdx.x % static_cast<u32>(p.rows_of_head);
+    u32 below = 0;
+    u32 open = ~0u;  // keys whose digits are those of the probability so far
+    u32 digits = p.drawn;
+#pragma unroll 1
+    for (int i = 0; i < 8 && open != 0; ++i) {
+      const PhiloxNumbers numbers = philox(static_cast<u32>(word), of_head, head, i, p.seed);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const u32 digit = static_cast<u32>(static_cast<i32>(digits) >> 31);
+        below |= open & ~numbers.word[n] & digit;
+        open &= ~(numbers.word[n] ^ digit);
+        digits <<= 1;
+      }
+    }
+    return below;
+  }
+
   // A word with what is kept anyhow.
   __device__ __forceinline__ void put(int word, u32 kept) const {
     const int first = 32 * word;
-    if (first < p.begin || first + 32 > p.end) {
+    const bool text = first < p.text_end && first + 32 > p.text_begin;
+    if (text || first < p.begin || first + 32 > p.end) {
       const u32 competing = first_bits(p.end - first) & ~first_bits(p.begin - first);
-      kept = (kept | ~competing) & first_bits(p.tokens - first);
+      const u32 anyhow = first_bits(p.text_end - first) & ~first_bits(p.text_begin - first);
+      kept = (kept | anyhow | ~competing) & first_bits(p.tokens - first);
     }
     p.bits[static_cast<i64>(blockIdx.x) * p.words_pitch + word] = kept;
   }

@@ -262,5 +262,7 @@ for order in ("rows", "longest+split", "alternate"):
 # - In the cell *Few long rows*, make 1 or 8 rows long. From when on does splitting pay?
 # - `plan_of(mask, 8, small, "longest+split", "sm_89")` is an RTX 4090; `tessera_cupy.cost.GPUS` has
 #   the others.
+# - On a GPU, `plan.timeline(q, k, v)` measures what is predicted here, task by task, and
+#   `viz.draw_timeline(ax, plan, plan.timeline(q, k, v))` draws it. Notebook 06 does that.
 # - `predict(plan).bounds` says how long arithmetic, softmax, L2 and memory would take alone.
 # - Notebook 04 shows how the package chooses among all these plans.

@@ -230,20 +230,32 @@ else:
     print("plan.profile() needs a GPU: it would show mask, tiles, tasks, attention and merge here.")
 
 # %% [markdown]
-# Inside the attention kernel no clock can look. The cost model says how its tasks may lie on the
-# multiprocessors: a line is a slot for a CTA, a box a task, hatched is idle (notebook 03). This
-# picture is always predicted.
+# Inside the attention kernel, tasks lie on the multiprocessors: a line is a slot for a CTA, a box a
+# task, hatched is idle (notebook 03). The cost model says where it expects them. On a GPU,
+# `plan.timeline` runs kernels that note when and where each task begins and ends, and the second
+# picture shows that, over the same time.
 
 # %%
 name = min((name for name in plans if name in times), key=times.get)
 fastest = plan_for(mask, plans[name].spec)
-made = predict(fastest)
-_, ax = plt.subplots(figsize=(11, 4.2), layout="constrained")
-head = fastest.tasks().task_head
-viz.draw_tasks(ax, made.slot, made.start_ms, made.end_ms, head=head, slots=made.slots)
-_ = ax.set_title(f"{name}, predicted for {made.gpu.name}: {ax.get_title()}", fontsize=10)
+expected = predict(fastest)
+seen = fastest.timeline(q, k, v) if cupy else None
+rows = 2 if cupy else 1
+figure, axes = plt.subplots(
+    rows, figsize=(11, 4.2 * rows), layout="constrained", sharex=True, squeeze=False
+)
+viz.draw_timeline(axes[0, 0], fastest, expected)
+print(f"{name}: balance {expected.balance:.2f} predicted for {expected.gpu.name}")
+if cupy:
+    viz.draw_timeline(axes[1, 0], fastest, seen)
+    axes[0, 0].set_xlim(0, max(seen.attend_ms, expected.attend_ms))
+    print(f"balance {seen.balance:.2f} here; the GPU's timer ticks every {seen.tick_us:.3f} us")
 
 # %% [markdown]
+# *Balance* is the time of the busiest multiprocessor over the mean of all; 1.00 is even. Where the
+# two pictures differ, look for tasks that took longer than others of as many steps: what the model
+# does not know (how L2 is shared, how fast the clock is) shows there.
+#
 # ## How far to trust the prediction
 #
 # The model's constants are fitted to times of one GPU. On a GPU the lines below set its predictions

@@ -27,6 +27,13 @@ def arch_of(device: int) -> Arch:
 
 
 @cache
+def name_of(device: int) -> str:
+    """What a GPU is called."""
+    properties = interop.import_cupy().cuda.runtime.getDeviceProperties(device)
+    return str(properties["name"].decode())
+
+
+@cache
 def multiprocessors(device: int) -> int:
     """Multiprocessors of a GPU."""
     properties = interop.import_cupy().cuda.runtime.getDeviceProperties(device)

@@ -20,6 +20,7 @@ from tessera_cupy.output import check_apart
 from tessera_cupy.prepared import Prepared
 from tessera_cupy.profile import Profile, Stages, median
 from tessera_cupy.request import ArraySpec, make_request
+from tessera_cupy.timeline import Timeline, measure
 
 _SIZES = ("batch", "q_heads", "kv_heads", "sq", "skv", "head_dim")
 
@@ -163,13 +164,7 @@ class Plan:
             ValueError: arrays in host memory, or as in :meth:`run`; a stream that is capturing.
         """
         r = self.request
-        call = self._checked(q, k, v, None)
-        device = call.device
-        if device is None:
-            raise ValueError(
-                wrong("q", "an array on a GPU", "one in host memory", "copy it to the GPU")
-            )
-        self._check_device(device)
+        call, device = self._checked_on_gpu(q, k, v)
         prepared, scale = self._prepared, checked_scale(None, r.head_dim)
         with interop.on_stream(None, (q, k, v), device):
             launch.refuse_capture()
@@ -190,6 +185,40 @@ class Plan:
                 times.append(stages.ms())
             host = {} if made_there else prepared.host_ms(self.mask)
         return median(times[1:], on_gpu=made_there, select=prepared.select_ms, **host)
+
+    def timeline(self, q: Any, k: Any, v: Any, *, runs: int = 7) -> Timeline:
+        """When and where each task of the attention runs, on the current stream of q's framework.
+
+        Waits for the GPU. Kernels that keep time of their tasks run in place of the usual ones:
+        they compute the same, and are compiled when they are first asked for, in seconds. The times
+        are those of the run of the median length.
+
+        Args:
+            q: an array on a GPU, as for :meth:`run`.
+            k: the same.
+            v: the same.
+            runs: how many runs there are.
+
+        Returns:
+            The multiprocessor, begin, end and work of each task; how even the load was.
+
+        Raises:
+            ValueError: arrays in host memory, or as in :meth:`run`; no runs; a stream that is
+                capturing.
+            KernelMissingError: ``TESSERA_NO_JIT`` forbids compiling such a kernel.
+        """
+        r = self.request
+        if runs < 1:
+            raise ValueError(wrong("runs", "at least 1", runs, "leave it out for 7"))
+        call, device = self._checked_on_gpu(q, k, v)
+        scale = checked_scale(None, r.head_dim)
+        with interop.on_stream(None, (q, k, v), device):
+            launch.refuse_capture()
+            plan = self._prepared.on_device(self.mask, device)
+            result = interop.empty(q, r.q_shape, r.dtype)
+            packed, copies = self.pack(q, k, v, result, scale, plan.slot_log2, call, None)
+            gpu, sms = gpus.name_of(device), gpus.multiprocessors(device)
+            return measure(packed, plan, copies, runs=runs, gpu=gpu, sms=sms)
 
     def run_checked(
         self,
@@ -305,6 +334,16 @@ class Plan:
                 )
             )
         return call
+
+    def _checked_on_gpu(self, q: Any, k: Any, v: Any) -> tuple[Call, int]:
+        """The call with these arrays and their GPU; those in host memory are refused."""
+        call = self._checked(q, k, v, None)
+        if call.device is None:
+            raise ValueError(
+                wrong("q", "an array on a GPU", "one in host memory", "copy it to the GPU")
+            )
+        self._check_device(call.device)
+        return call, call.device
 
     def _check_device(self, device: int) -> None:
         """Refuse a GPU that is not the mask's or not of the plan's architecture."""

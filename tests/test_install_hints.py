@@ -11,7 +11,7 @@ def test_hints_name_extras_of_the_project() -> None:
     listed = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
     extras = set(re.findall(r"^(\w+) = \[", listed.partition("\n[")[0], re.MULTILINE))
     named = {name for text in SOURCES.values() for name in re.findall(r"install\('(\w+)'\)", text)}
-    assert {"cuda12", "profile"} <= named <= extras
+    assert {"cuda12"} <= named <= extras
 
 
 def test_no_hint_asks_an_index_for_the_package() -> None:

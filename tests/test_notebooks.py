@@ -85,7 +85,7 @@ def test_a_measuring_notebook_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The outputs of a notebook's cells, none of which may take longer than ``SECONDS``."""
     nbclient = pytest.importorskip("nbclient")
-    for module in ("ipykernel", "matplotlib", "av", "skvideo", "sklearn", "hilbert"):
+    for module in ("ipykernel", "matplotlib", "av", "skvideo", "hilbert"):
         if find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     # Threads of the small products wait for each other where tests run side by side.

@@ -154,6 +154,29 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// Of a timer that all multiprocessors share, which ticks every 32 ns or more rarely.
+__device__ __forceinline__ u64 global_nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+// The number of the multiprocessor that the thread runs on.
+__device__ __forceinline__ u32 multiprocessor() {
+  u32 number;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(number));
+  return number;
+}
+
+// A store without a branch.
+__device__ __forceinline__ void store_if(u64* address, u64 value, bool writes) {
+  asm volatile(
+      "{\n.reg .pred writes;\nsetp.ne.b32 writes, %2, 0;\n@writes st.global.u64 [%0], %1;\n}" ::"l"(
+          address),
+      "l"(value), "r"(static_cast<int>(writes))
+      : "memory");
+}
+
 // Has a value loaded that nobody here needs.
 __device__ __forceinline__ void keep(u32 value) { asm volatile("" ::"r"(value)); }
 

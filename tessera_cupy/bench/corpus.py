@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tessera_cupy import interop
 from tessera_cupy.bench import clips
 from tessera_cupy.bench.families import FAMILIES, Family
 from tessera_cupy.bench.rules import RULES, find
+from tessera_cupy.bench.rules_times import bfloat16_bits
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.sparsifiers import Selection, spade
 from tessera_cupy.video import VideoGrid
@@ -147,12 +149,19 @@ def samples_of(source: Source, names: Sequence[str], head: int, features: Any) -
         names: rules and families.
         head: number of the head.
         features: of the source's clip, as :func:`~tessera_cupy.bench.clips.read_features` gives
-            them; where they are, q and k are made.
+            them; where they are, q and k are made, on a GPU of bfloat16.
     """
     made = clips.project(features, source.grid, head, head_dim=source.head_dim, seed=source.layer)
     arrays = tuple(x[None, None] for x in made)
     for name in names:
         yield Sample(source, name, head, _select(name, source.grid, head, *arrays))
+
+
+def _as_used(x: Any) -> Any:
+    """On a GPU of the type that attention takes there."""
+    if isinstance(x, np.ndarray):
+        return x
+    return bfloat16_bits(x).view(interop.numpy_dtype("bfloat16"))
 
 
 def _family(name: str) -> Family | None:
@@ -163,7 +172,9 @@ def _select(name: str, grid: VideoGrid, head: int, q: Any, k: Any, v: Any) -> Se
     family = _family(name)
     if family is None:
         rule = find(name)
-        return rule.select(q * np.float32(rule.sharpen), k, v, grid, first_head=head)
+        q, k, v = (_as_used(x) for x in (q * np.float32(rule.sharpen), k, v))
+        return rule.select(q, k, v, grid, first_head=head)
+    q, k = _as_used(q), _as_used(k)
     tiles = spade.tiles_of(spade.select(q, k, grid))
     return spade.select(q, k, grid, block_size=family.block_size, keep=family.keep, tiles=tiles)
 

@@ -64,7 +64,7 @@ def run_profile(
         NoGpuError, UnsupportedGpuError: no GPU to measure on.
         TableError: measurements that are there are of other kernels, another GPU or provenance.
         ValueError: a name that is no table's, or nothing to compile.
-        MissingExtraError: scikit-learn or the clips are not installed.
+        MissingExtraError: the clips, or what decodes them, are not installed.
     """
     if most_cases is not None and most_cases < LEAST_CASES:
         fix = "measure more, or leave it to the budget"

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _ROUNDS, _RUN_MS = 12, 6.0
 # The best mappings that are timed in the order of rows too, on so many masks of a kind, of so many
 # entries at most: plans in the order of rows are the host's, which takes seconds for large ones.
-_IN_ROWS, _ROWS_CASES, _ROWS_ENTRIES = 3, 3, 1e5
+_IN_ROWS, _ROWS_CASES, _ROWS_ENTRIES = 3, 2, 1e5
 # A search times each plan so often after a first run.
 _TRIES = 3
 # Calls of the same mask over which a plan's cost is shared in the amortized figure.

@@ -25,9 +25,11 @@ stands for a measured time, of a peer or of dense attention, ``spread_ms`` stand
 ``tflops`` counts 4 * d operations for each active pair of a query and a key, of dense attention
 for every pair.
 
-``regret`` has ratios of times in place of times, in a row for each kind of mask. ``parallel`` has a
-row for one GPU, and one for each scheme, with a ``check`` against the former, whose ``error`` is
-relative to the largest number; ``driver`` is null where the ranks are CPU processes.
+``regret`` has ratios of times in place of times, in a row for each kind of mask: ``all`` and the
+rows compare with the best plan of other turns, ``plain`` with the shortest time of all turns.
+``parallel`` has a row for one GPU, and one for each scheme, with a ``check`` against the former,
+whose ``error`` is relative to the largest number; ``driver`` is null where the ranks are CPU
+processes.
 
 All but ``attention`` check outputs and have ``passed``, whether all were right, with a ``check``
 for each mask. ``families`` and ``request`` have ``cases``, the figures of each mask, of which the

@@ -18,6 +18,8 @@ from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.masks.summary import MaskSummary
 
+_DEVICE_TO_HOST = 2
+
 
 class Counted:
     """A mask over GPU arrays, counted by ``mask_state`` on the current stream.
@@ -65,11 +67,13 @@ class Counted:
     def _read(self, pointer: int, dtype: Any, first: int, count: int) -> NDArray[Any]:
         """Some numbers of an array of the state."""
         cupy = interop.import_cupy()
-        size = np.dtype(dtype).itemsize
-        memory = cupy.cuda.UnownedMemory(pointer + first * size, count * size, self)
-        there = cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(memory, 0))
-        found: NDArray[Any] = cupy.asnumpy(there)
-        return found
+        numbers: NDArray[Any] = np.empty(count, dtype)
+        size, stream = numbers.itemsize, cupy.cuda.get_current_stream()
+        cupy.cuda.runtime.memcpyAsync(
+            numbers.ctypes.data, pointer + first * size, numbers.nbytes, _DEVICE_TO_HOST, stream.ptr
+        )
+        stream.synchronize()
+        return numbers
 
 
 def kept_rows(mask: BlockMask | KeySlices, counted: Counted | None) -> Any:

@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tessera_cupy.cost.devices import GPUS, Gpu, typical_gpu
-from tessera_cupy.cost.timeline import first_free, in_turn
+from tessera_cupy.cost.timeline import busiest_over_mean, first_free, in_turn
 from tessera_cupy.cost.work import Work, count_work
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.catalog import KernelConfig
@@ -147,6 +147,12 @@ class Prediction:
         """Share of the slots' time in which tasks run; 1 without any."""
         whole = self.slots * self.attend_ms
         return float((self.end_ms - self.start_ms).sum() / whole) if whole else 1.0
+
+    @property
+    def balance(self) -> float:
+        """The busiest multiprocessor's time over the mean of all; 1.0 is even, or no work."""
+        sms, lengths = self.gpu.sms, self.end_ms - self.start_ms
+        return busiest_over_mean(np.bincount(self.slot % sms, lengths, minlength=sms))
 
 
 def predict(plan: Plan, gpu: Gpu | None = None) -> Prediction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,15 @@ _ONE_BY_ONE = 100_000
 
 #: Slot and start of each task.
 Placed = tuple[NDArray[np.int64], NDArray[np.float64]]
+
+
+def busiest_over_mean(busy: NDArray[Any]) -> float:
+    """How much longer than all on average the busiest works; 1.0 is even, or no work.
+
+    >>> busiest_over_mean(np.array([3.0, 1.0, 2.0]))
+    1.5
+    """
+    return float(busy.max() / busy.mean()) if busy.any() else 1.0
 
 
 def first_free(lengths: NDArray[np.float64], slots: int) -> Placed:

@@ -24,7 +24,7 @@ from tessera_cupy.errors import KernelCompileError, KernelMissingError
 from tessera_cupy.kernels import entry, roots, toolchain
 from tessera_cupy.kernels.arch import ARCHS, get_arch
 from tessera_cupy.kernels.build import compile_cubin
-from tessera_cupy.kernels.catalog import KernelConfig, catalog
+from tessera_cupy.kernels.catalog import KernelConfig, catalog, timed
 from tessera_cupy.kernels.specialise import read_sources, source
 
 #: Longest wait for another process that compiles the same kernel, seconds.
@@ -99,7 +99,7 @@ class KernelCache:
             reason = reason or str(self.root or "there is no home folder")
             raise KernelMissingError(
                 f"Kernel {config.name} for {config.arch} is not in the cache ({reason}), and "
-                f"TESSERA_NO_JIT forbids compiling it. Fix: {self._build_command(config)}"
+                f"TESSERA_NO_JIT forbids compiling it. Fix: {self._fix(config)}"
             )
         return self.build(config)
 
@@ -183,10 +183,9 @@ class KernelCache:
         found = []
         for folder, name, key in self._folders():
             arch = folder.parent.name
-            # An architecture of another version of the package has no catalog here.
             current = any(
                 config.name == name and self.digest(config, nvrtc) == key
-                for config in (catalog(arch) if arch in ARCHS else ())
+                for config in _entries(arch)
                 for nvrtc in versions
             )
             size = 0
@@ -276,7 +275,9 @@ class KernelCache:
             if match is not None and folder.is_dir():
                 yield folder, match[1], match[2]
 
-    def _build_command(self, config: KernelConfig) -> str:
+    def _fix(self, config: KernelConfig) -> str:
+        if config.timed:
+            return "unset TESSERA_NO_JIT; kernels that keep time are only built when asked for"
         command = f"tessera-cupy cache build --arch {config.arch}"
         if self._given_root is None:
             return command
@@ -303,6 +304,14 @@ def default_cache() -> KernelCache:
 @cache
 def _default(_folder: str | None) -> KernelCache:
     return KernelCache()
+
+
+def _entries(arch: str) -> Iterator[KernelConfig]:
+    """All that is used here; nothing of an architecture of another version of the package."""
+    for config in catalog(arch) if arch in ARCHS else ():
+        yield config
+        if config.attends:
+            yield timed(config)
 
 
 def _versions() -> Iterator[str]:

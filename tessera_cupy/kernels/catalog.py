@@ -44,7 +44,8 @@ class KernelConfig:
         stages: K and V stages in shared memory.
         min_ctas: CTAs that fit on one multiprocessor together; bounds the registers.
         features: ``("bits",)`` when it reads token bits; ``("twins",)`` when pairs of CTAs share
-            the loads of equal lists; ``("gather",)`` when rows of a fragment may lie anywhere; for
+            the loads of equal lists; ``("gather",)`` when rows of a fragment may lie anywhere;
+            ``"timed"`` last, when it keeps time of its tasks (:func:`timed`); for
             ``mask_state`` one of :data:`MASK_FORMATS`, and ``"long"`` where rows are built 65,536
             columns at a time; for a kernel over tokens one of :data:`ELEMENTS`, if it reads any;
             else empty.
@@ -110,6 +111,16 @@ class KernelConfig:
         return "twins" in self.features
 
     @property
+    def timed(self) -> bool:
+        """Whether it writes down when and where its tasks run."""
+        return "timed" in self.features
+
+    @property
+    def time_parts(self) -> int:
+        """Parts of a CTA whose times a timed entry keeps: warpgroups that go at their own pace."""
+        return self.tile_q // 64 if self.kernel == "attend_wgmma" else 1
+
+    @property
     def rows_together(self) -> int:
         """Rows of a tile that are multiplied together: a warpgroup's or a warp's.
 
@@ -142,7 +153,7 @@ class KernelConfig:
         >>> builder("sm_90a", "keep_keys").needs_carveout
         True
         """
-        return self.kernel == "keep_keys"
+        return self.kernel in ("keep_keys", "column_sums")
 
     def serves(self, head_dim: int) -> bool:
         """Whether requests of this head dim can use it."""
@@ -205,6 +216,9 @@ _TILE_SMEM: dict[str, Callable[[int], int]] = {
     # KeyBoundsStorage: 192 rows of 256 bytes, four stages of 128 and a float each of these; ten
     # barriers, and what aligns the whole.
     "key_bounds_wgmma": lambda _: _align((192 + 4 * 128) * 256 + 4 * 512 + 80, 1024),
+    # ColumnSumsStorage: two stages of 16 KB, sums of four warps and places for two of 64 keys, a
+    # flag; 48 KB of queries.
+    "column_sums": lambda _: _align(2 * 16384 + 2 * 5 * 256 + 16 + 48 * 1024, 1024),
     # RaggedStorage: a sum a warp, and four numbers.
     "ragged_blocks": lambda warps: 8 * warps + 32,
 }
@@ -388,6 +402,13 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
         1,
         "three warpgroups of 64 parts, past which keys go; one writes as the others multiply",
         ("sm_90a",),
+    ),
+    "column_sums": TokenKernel(
+        ("fp16", "bf16"),
+        4,
+        1,
+        "48 queries a warp, in registers: a fragment of keys feeds three products; two CTAs "
+        "fit where rows have at most 128 channels",
     ),
     "keep_keys": TokenKernel(
         (), 8, 1, "a CTA a row, in shared memory; two of 57,600 keys fit where there are 228 KB"
@@ -580,6 +601,18 @@ def twin_of(config: KernelConfig) -> KernelConfig | None:
         if replace(other, why="") == twins:
             return other
     return None
+
+
+@cache
+def timed(config: KernelConfig) -> KernelConfig:
+    """The entry that also keeps time of its tasks, which no catalog lists: it is built on demand.
+
+    >>> timed(find("sm_80", "attend_mma", "float16", 64, 64, 64, bits=True)).name
+    'attend_mma_fp16_d64_q64k64w4_bits_timed'
+    """
+    assert config.attends
+    why = f"{config.why}; when and where tasks run, for Plan.timeline()"
+    return replace(config, features=(*config.features, "timed"), why=why)
 
 
 @cache

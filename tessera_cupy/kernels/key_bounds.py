@@ -17,7 +17,14 @@ from tessera_cupy.kernels import launch, scoring
 from tessera_cupy.kernels.catalog import MAX_HEAD_DIM, KernelConfig, builder, catalog
 from tessera_cupy.kernels.lifetime import new
 from tessera_cupy.kernels.tensor_maps import SLAB, TENSOR_MAP, rows_map
-from tessera_cupy.kernels.token_rows import CHUNK, ELEMENT_OF, PRODUCT_SMEM, PRODUCT_TILE, packed
+from tessera_cupy.kernels.token_rows import (
+    CHUNK,
+    ELEMENT_OF,
+    PRODUCT_SMEM,
+    PRODUCT_TILE,
+    packed,
+    padded,
+)
 
 #: ``QueryBallsParams`` in query_balls.cu.
 BALLS_PARAMS = np.dtype(
@@ -56,8 +63,10 @@ KEEP_PARAMS = np.dtype(
     [
         *[(name, np.uint64) for name in ("bounds", "bits")],
         *[(name, np.int32) for name in ("rows_of_head", "tokens", "pitch", "words_pitch")],
-        *[(name, np.int32) for name in ("begin", "end", "full_begin", "full_end", "count")],
-        *[(name, np.int32) for name in ("level", "held", "sample_more", "sample_fewer")],
+        *[(name, np.int32) for name in ("begin", "end", "text_begin", "text_end")],
+        *[(name, np.int32) for name in ("full_begin", "full_end", "count", "level", "held")],
+        *[("drawn", np.int32), ("seed", np.uint64), ("flag", np.uint64)],
+        *[(name, np.int32) for name in ("sample_more", "sample_fewer")],
     ],
     align=True,
 )
@@ -66,8 +75,8 @@ KEEP_PARAMS = np.dtype(
 _BALL_KEYS = 64
 # Parts of a step, and the longest row, of key_bounds_wgmma.cu, which has as many keys in a step.
 _WGMMA_ROWS, _WGMMA_DIM = 192, 128
-# Keys of a row that the 16 warps of keep_keys.cu count in 16 bits each.
-_MOST_KEYS = 16 << 16
+# Keys of a row, which keep_keys.cu counts in float32: exactly, and far beyond.
+_MOST_KEYS = 255 << 12
 # Keys of a row that keep_keys.cu looks at first, and how many standard deviations of their count
 # it stays off the level that they suggest.
 _SAMPLE, _DEVIATIONS = 1024, 2.5
@@ -183,17 +192,28 @@ def keep(
     count: int,
     level: np.float16,
     memory: list[Any],
+    text: tuple[int, int] = (0, 0),
+    drawn: int = 0,
+    seed: int = 0,
+    flag: int = 0,
 ) -> Any:
     """The keys of each group with the largest bounds, or those from a level on, and all others.
 
     Args:
-        made: what :func:`bounds` gives.
-        tokens: keys.
-        competing: first key that is kept only for its bound, and the one behind the last.
+        made: (batch, heads, groups, tokens or more) float16, such as :func:`bounds` gives, whose
+            rows :func:`row_pitch` knows a distance of; keys of NaN are not kept for them.
+        tokens: keys; the columns behind them are not looked at.
+        competing: first key that competes with its bound, and the one behind the last; others are
+            kept.
         full: first group that keeps all keys, and the one behind the last.
         count: keys that a group keeps for their bounds, ties to the lower key; 0 for ``level``.
         level: the least bound that is kept.
         memory: takes what a captured launch uses.
+        text: of those that compete the first key that is kept anyhow, and the one behind the last.
+        drawn: every key is kept besides with the probability ``drawn / 2^32``, 0 to 2^32 - 1, as
+            :mod:`tessera_cupy.sparsifiers.draws` says.
+        seed: of those, 0 to 2^64 - 1.
+        flag: address of an int32 that is set where a bound is NaN or an infinity, or 0.
 
     Returns:
         (batch, heads, groups, ceil(tokens / 8)) uint8, little-endian bits, in rows of whole 16
@@ -204,8 +224,8 @@ def keep(
     """
     import cupy
 
-    batch, heads, groups, pitch = made.shape
-    if pitch >= _MOST_KEYS:
+    batch, heads, groups, _ = made.shape
+    if tokens >= _MOST_KEYS:
         fix = "pass NumPy arrays, or fewer tokens"
         raise ValueError(wrong("k", f"below {_MOST_KEYS:,} tokens", f"{tokens:,}", fix))
     device = int(made.device.id)
@@ -213,18 +233,55 @@ def keep(
         bits = new((batch, heads, groups, -(-tokens // (8 * _LINE)) * _LINE), np.uint8, memory)
         config = builder(gpus.arch_of(device).name, "keep_keys")
         exchanged = 32 * config.warps  # KeyExchange
-        held = exchanged + 2 * pitch <= config.smem_bytes
+        row = 64 * -(-tokens // 32)
+        held = exchanged + row <= config.smem_bytes
         params = {
             **{"bounds": made.data.ptr, "bits": bits.data.ptr, "rows_of_head": groups},
-            **{"tokens": tokens, "pitch": pitch, "words_pitch": bits.shape[3] // 4},
+            **{"tokens": tokens, "pitch": row_pitch(made), "words_pitch": bits.shape[3] // 4},
             **{"begin": competing[0], "end": competing[1]},
+            **{"text_begin": text[0], "text_end": text[1]},
             **{"full_begin": full[0], "full_end": full[1], "count": count},
             **{"level": int(np.float16(level).view(np.uint16)), "held": held},
-            **_sample_counts(count, competing[1] - competing[0], pitch),
+            **{"drawn": int(np.uint32(drawn).view(np.int32)), "seed": seed, "flag": flag},
+            **_sample_counts(count, competing[1] - competing[0], tokens),
         }
-        smem = exchanged + (2 * pitch if held else 0)
+        smem = exchanged + (row if held else 0)
         _launch(config.name, KEEP_PARAMS, params, batch * heads * groups, device, smem)
         return bits[..., : -(-tokens // 8)]
+
+
+def readable(made: Any, memory: list[Any]) -> Any:
+    """(batch, heads, groups, columns) of any float dtype as :func:`keep` reads it.
+
+    Args:
+        made: a CuPy array.
+        memory: takes what a captured launch uses.
+
+    Returns:
+        The array itself, or a float16 copy, in longer rows.
+    """
+    if row_pitch(made) is not None and made.data.ptr % _LINE == 0:
+        return made
+    return padded(made, np.dtype(np.float16), memory)
+
+
+def row_pitch(made: Any) -> int | None:
+    """Elements from one row to the next, if :func:`keep` can read the rows; else None.
+
+    >>> row_pitch(np.zeros((1, 2, 3, 128), np.float16)[..., :100])
+    128
+    """
+    _, heads, groups, columns = made.shape
+    apart = {
+        stride / (2 * rows)
+        for length, stride, rows in zip(
+            made.shape, made.strides, (heads * groups, groups, 1), strict=False
+        )
+        if length > 1
+    } or {-(-columns // CHUNK) * CHUNK}
+    pitch = apart.pop()
+    whole = not apart and pitch >= columns and pitch % CHUNK == 0
+    return int(pitch) if whole and (columns == 1 or made.strides[3] == 2) else None
 
 
 class _Teams(NamedTuple):
@@ -252,9 +309,9 @@ def _teams(row_tiles: int, columns: int, ctas: int) -> _Teams:
     return _Teams(1, min(ctas, row_tiles * columns), row_tiles)
 
 
-def _sample_counts(count: int, competing: int, pitch: int) -> dict[str, int]:
+def _sample_counts(count: int, competing: int, tokens: int) -> dict[str, int]:
     """How many of a sample of a row reach levels that are rather too low and rather too high."""
-    wanted = _SAMPLE * count / pitch
+    wanted = _SAMPLE * count / tokens
     beside = _DEVIATIONS * math.sqrt(wanted * max(0.0, 1 - count / max(1, competing))) + 2
     return {"sample_more": int(wanted + beside), "sample_fewer": max(0, int(wanted - beside))}
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.cache import default_cache
-from tessera_cupy.kernels.catalog import KernelConfig, merge_for, twin_of
+from tessera_cupy.kernels.catalog import KernelConfig, merge_for, timed, twin_of
 from tessera_cupy.kernels.lifetime import Uses, collect, pool_may_grow, release_with
+from tessera_cupy.kernels.task_times import timed_params
 from tessera_cupy.kernels.tensor_maps import TENSOR_MAP, fragment_map, rows_map
 from tessera_cupy.mapping.tiles import UNIT_ROWS
 from tessera_cupy.organization.twins import find_twins
@@ -436,6 +437,7 @@ def attend(
     lse: int,
     temporaries: Sequence[Any] = (),
     mark: Mark = unmarked,
+    times: int = 0,
 ) -> None:
     """Launch the attention of a plan, and the merge of its split parts, on the current stream.
 
@@ -445,6 +447,8 @@ def attend(
         lse: address of a (batch, q_heads, sq) float32 array, or 0.
         temporaries: operands that end with the call; in a capture they are kept with the plan.
         mark: told when each kernel is launched.
+        times: address of :data:`~tessera_cupy.kernels.task_times.TASK_TIME` records, a row a task,
+            which the kernel that keeps time then writes; 0 for the usual one.
     """
     import cupy
 
@@ -475,7 +479,10 @@ def attend(
         plan.structs[key] = structs
     params, merge_params = structs
     twins = twin_of(config) if plan.twins and g.capacity > 1 else None
-    kernel = load(twins or config, g.device)
+    attending = twins or config
+    if times:
+        attending, params = timed(attending), timed_params(params, config.kernel, times)
+    kernel = load(attending, g.device)
     merge_kernel = load(packed.merge, g.device) if plan.merge_count else None
     grid = min(g.capacity, plan.task_count) if packed.persistent else plan.task_count
     if twins is not None:

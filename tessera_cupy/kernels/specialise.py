@@ -13,6 +13,7 @@ _STORAGE = {
     "ragged_blocks": "RaggedStorage",
     "kmeans_assign_wgmma": "NearestStorage",
     "key_bounds_wgmma": "KeyBoundsStorage",
+    "column_sums": "ColumnSumsStorage",
 }
 _TYPES = {"float16": "half_t", "bfloat16": "bf16_t", "float32": "float"}
 
@@ -30,7 +31,7 @@ def source(config: KernelConfig) -> str:
     """
     arguments, storage = _instance(config)
     text = f'// {config.name} for {config.arch}\n#include "{config.kernel}.cu"\n\n'
-    text += f"TESSERA_{config.kernel.upper()}({arguments})\n"
+    text += f"TESSERA_{config.kernel.upper()}{'_TIMED' if config.timed else ''}({arguments})\n"
     if not storage:
         return text
     if storage.endswith("<Config>"):

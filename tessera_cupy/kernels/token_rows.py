@@ -37,7 +37,7 @@ def padded(x: Any, dtype: Any, memory: list[Any]) -> Any:
     """The array in a dtype, C-contiguous, in rows of whole chunks: itself, or a copy."""
     *outer, d = x.shape
     width = -(-d // CHUNK) * CHUNK
-    if width == d and x.dtype == dtype and _contiguous(x) and x.data.ptr % 16 == 0:
+    if width == d and x.dtype == dtype and contiguous(x) and x.data.ptr % 16 == 0:
         return x
     made = new((*outer, width), dtype, memory)
     if width > d:
@@ -46,7 +46,8 @@ def padded(x: Any, dtype: Any, memory: list[Any]) -> Any:
     return made
 
 
-def _contiguous(x: Any) -> bool:
+def contiguous(x: Any) -> bool:
+    """Whether an array lies in C order without gaps."""
     step = x.dtype.itemsize
     for length, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
         if length > 1 and stride != step:

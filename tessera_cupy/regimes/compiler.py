@@ -1,9 +1,9 @@
 """From times of plans on masks to a profile table.
 
 Cases fall into keys by what a kernel is chosen for: block sizes, raggedness, token bits, dtype,
-head dim, layout. Inside a key a decision tree over heads, tokens, density and run coverage cuts
-cases into regimes; its depth is the one with the least regret on sources that it did not see. A
-regime ranks plans by the geometric mean of their times. Nothing is drawn at random: the same
+head dim, layout. Inside a key a decision tree over heads, tokens, their product (rows), density and
+run coverage cuts cases into regimes; how far is judged by the regret on sources that it did not
+see. A regime ranks plans by the geometric mean of their times. Nothing is drawn at random: the same
 measurements give the same table.
 """
 
@@ -25,8 +25,8 @@ from tessera_cupy.regimes.tree import (
     PRESET_EDGES,
     Costs,
     Leaf,
-    best_depth,
     grow,
+    least_saved,
     pruned,
 )
 
@@ -56,7 +56,6 @@ def compile_table(
 
     Raises:
         ValueError: no case, other edges, or a prior of another architecture.
-        MissingExtraError: scikit-learn is not installed.
 
     Example:
         ::
@@ -114,7 +113,7 @@ def _by_value(match: Match, cases: list[Case]) -> list[tuple[Match, list[Case]]]
     parts: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         parts.setdefault((case.features.dtype, case.features.layout), []).append(case)
-    enough = all(len(part) >= MIN_CASES for part in parts.values())
+    enough = all(len(part) >= LEAST_CASES for part in parts.values())
     dtypes = {dtype for dtype, _ in parts}
     layouts = {layout for _, layout in parts}
     if not enough or len(parts) < len(dtypes) * len(layouts) or len(parts) == 1:
@@ -167,8 +166,8 @@ def _order(match: Match) -> tuple[object, ...]:
 def _key(match: Match, costs: Costs, edges: str) -> Key:
     rows = np.arange(len(costs))
     known = PRESET_EDGES if edges == "preset" else None
-    depth, regret = best_depth(costs, known)
-    leaves = pruned(grow(costs, rows, depth, known), costs)
+    saved, regret = least_saved(costs, known)
+    leaves = pruned(grow(costs, rows, saved, known), costs)
     used = tuple(
         tuple(
             sorted(
@@ -209,8 +208,8 @@ def _why(costs: Costs, leaves: Sequence[Leaf], regret: float | None) -> str:
 def _reasons(m: Measurements, keys: Sequence[Key], edges: str, prior: Document) -> str:
     """How the table came about, as the file says it."""
     learned = (
-        f"Regimes are leaves of decision trees of at least {MIN_CASES} cases, as deep as helps on "
-        "sources left out."
+        f"Regimes are leaves of decision trees of at least {MIN_CASES} cases, cut where that saves "
+        "regret, as far as it does on sources left out."
         if edges == "tree"
         else f"Regimes lie between preset edges and have at least {MIN_CASES} cases."
     )

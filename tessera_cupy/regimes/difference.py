@@ -15,7 +15,7 @@ from typing import Any
 from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.naming import bucket_name, key_name
 from tessera_cupy.regimes.plan_spec import PlanSpec
-from tessera_cupy.regimes.schema import ANY, AXES, DTYPES, LAYOUTS, Interval, Match
+from tessera_cupy.regimes.schema import ANY, AXES, DTYPES, FRACTIONS, LAYOUTS, Interval, Match
 from tessera_cupy.regimes.table import Table
 
 #: Block sizes of published masks, on either side.
@@ -117,19 +117,41 @@ def _in_cell(
     """The buckets of a cell in which the tables differ, joined; its edges by key or rule."""
     axes = [sorted({edge for of_key in edges for edge in of_key[i]}) for i in range(len(AXES))]
     # An edge is in the bucket that it begins; numbers begin at 1 and shares at 0.
-    starts = [(first, *axis) for first, axis in zip((1, 1, 0.0, 0.0), axes, strict=True)]
+    firsts = [0.0 if name in FRACTIONS else 1 for name in AXES]
+    starts = [(first, *axis) for first, axis in zip(firsts, axes, strict=True)]
     boxes: dict[_Pair, list[_Box]] = {}
     for place in product(*[range(len(axis)) for axis in starts]):
+        if not _possible(starts, place):
+            continue
         numbers: dict[str, Any] = {
             name: axis[i] for name, axis, i in zip(AXES, starts, place, strict=True)
         }
-        bucket = f._replace(**numbers)
+        rows = numbers.pop("rows")
+        bucket = _Bucket(*f._replace(**numbers))
+        bucket.rows = rows
         pair = old.lookup(bucket).ranking[0], new.lookup(bucket).ranking[0]
         if pair[0] != pair[1]:
             boxes.setdefault(pair, []).append(tuple((i, i + 1) for i in place))
     for pair, of_pair in boxes.items():
         for box in _joined(of_pair):
             yield tuple(_interval(axis, *ends) for axis, ends in zip(axes, box, strict=True)), pair
+
+
+class _Bucket(Features):
+    """A request of a bucket by the least numbers of the bucket, whether or not they go together."""
+
+    rows: int = 0
+
+
+def _possible(starts: Sequence[tuple[float, ...]], place: Sequence[int]) -> bool:
+    """Whether some heads and tokens of a bucket give rows of it."""
+    low, high = 1.0, 1.0
+    for name in ("heads", "tokens"):
+        axis, i = starts[AXES.index(name)], place[AXES.index(name)]
+        low *= axis[i]
+        high *= axis[i + 1] - 1 if i + 1 < len(axis) else inf
+    axis, i = starts[AXES.index("rows")], place[AXES.index("rows")]
+    return axis[i] <= high and (i + 1 == len(axis) or low < axis[i + 1])
 
 
 def _interval(edges: Sequence[float], begin: int, end: int) -> Interval:

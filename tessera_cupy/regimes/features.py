@@ -40,6 +40,16 @@ class Features(NamedTuple):
     run_coverage: float
     slices: bool = False
 
+    @property
+    def rows(self) -> int:
+        """Heads times tokens: how much there is to do side by side, whatever a row keeps."""
+        return self.heads * self.tokens
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The values that regimes are told apart by, as :data:`AXES` of the schema has them."""
+        return self.heads, self.tokens, self.density, self.run_coverage, self.rows
+
     @classmethod
     def of(
         cls,

@@ -18,6 +18,7 @@ from tessera_cupy.regimes.features import Features
 from tessera_cupy.regimes.naming import bucket_name, key_name
 from tessera_cupy.regimes.plan_spec import PlanSpec
 from tessera_cupy.regimes.schema import (
+    AXES,
     DTYPES,
     LAYOUTS,
     Document,
@@ -70,12 +71,13 @@ class _Buckets:
 
     key: Key
     choices: tuple[Choice, ...]
+    # Axes with edges: the edges, the number of buckets, the axis.
+    axes: tuple[tuple[tuple[float, ...], int, str], ...]
 
-    def at(self, heads: int, tokens: int, density: float, run_coverage: float) -> Choice:
-        h, t, d, r = self.key.edges
-        bucket = bisect_right(h, heads) * (len(t) + 1) + bisect_right(t, tokens)
-        bucket = bucket * (len(d) + 1) + bisect_right(d, density)
-        bucket = bucket * (len(r) + 1) + bisect_right(r, run_coverage)
+    def at(self, f: Features) -> Choice:
+        bucket = 0
+        for edges, size, axis in self.axes:
+            bucket = bucket * size + bisect_right(edges, getattr(f, axis))
         return self.choices[bucket]
 
 
@@ -116,7 +118,7 @@ class Index:
         buckets = self._of(f, slices)
         if buckets is None:
             return None
-        return buckets.at(f.heads, f.tokens, f.density, f.run_coverage)
+        return buckets.at(f)
 
     def key(self, f: Features, *, slices: bool) -> Key | None:
         """The key that is asked for a request, whether or not it has an answer."""
@@ -192,7 +194,10 @@ def _buckets(document: Document, key: Key, listed: List, number: int) -> _Bucket
                 raise _overlap(document, regime.line, f"{field}.regimes[{i}].when", got)
             owners[bucket] = i
             choices[bucket] = choice
-    return _Buckets(key, choices=tuple(choices))
+    axes = [
+        (edges, len(edges) + 1, axis) for axis, edges in zip(AXES, key.edges, strict=True) if edges
+    ]
+    return _Buckets(key, tuple(choices), tuple(axes))
 
 
 def _choice(document: Document, name: str, key: Key, regime: Regime, listed: List) -> Choice:

@@ -61,8 +61,7 @@ class Rule:
 
     def matches(self, f: Features) -> bool:
         """Whether a request is one that the rule is for."""
-        numbers = (f.heads, f.tokens, f.density, f.run_coverage)
-        inside = (value in bounds for value, bounds in zip(numbers, self.when, strict=True))
+        inside = (value in bounds for value, bounds in zip(f.numbers, self.when, strict=True))
         return self.is_for(f) and all(inside)
 
     def is_for(self, f: Features) -> bool:

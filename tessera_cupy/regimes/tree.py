@@ -1,4 +1,9 @@
-"""Decision trees over the cases of one key: where regimes end, and which plans they rank."""
+"""Decision trees over the cases of one key: where regimes end, and which plans they rank.
+
+A tree is grown for what it is used for: each cut is the one that saves most regret if both sides
+take the plan that is best for them on the whole, and it is made if it saves enough. How much is
+enough is what leaves the least regret on sources that the tree did not see.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +15,29 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera_cupy.errors import MissingExtraError, install
 from tessera_cupy.regimes.measurements import Case
 from tessera_cupy.regimes.plan_spec import PlanSpec
 from tessera_cupy.regimes.regret import online_times
-from tessera_cupy.regimes.schema import ANY, AXES, Interval
+from tessera_cupy.regimes.schema import ANY, AXES, FRACTIONS, Interval
 
-#: Fewest cases of a regime.
-MIN_CASES = 32
+#: Fewest cases of a regime. Times that are made of several turns are right within a percent or
+#: two, so that few cases tell plans apart; what few cases cannot tell, sources left out show.
+MIN_CASES = 4
 #: Edges in place of learned ones, for each axis.
 PRESET_EDGES: dict[str, tuple[float, ...]] = {
     "heads": (4, 16),
     "tokens": (8192, 32768, 65536),
     "density": (0.05, 0.15, 0.3, 0.6, 0.9),
     "run_coverage": (0.3, 0.7),
+    "rows": (16384, 65536, 262144),
 }
 
 
-_MOST_DEPTH = 5
-# Regret that a deeper tree must save to be worth reading.
-_WORTH = 0.0005
+# Sums of logarithmic regret that a cut may have to save; a percent of it on 100 cases is 1.
+_LEAST_SAVED = (math.inf, 4.0, 2.0, 1.0, 0.5, 0.25, 0.12)
+# Mean regret that a larger tree must save to be worth reading.
+_WORTH = 0.0003
+_MOST_FOLDS = 8
 # What counts for a plan without a time, and the most that any counts, as a multiple of the best.
 _SLOW = 2.0
 _MOST_RANKED = 6
@@ -115,76 +123,103 @@ class Leaf(NamedTuple):
     ranking: list[int]
 
 
-def best_depth(
+def least_saved(
     costs: Costs, known: dict[str, tuple[float, ...]] | None
-) -> tuple[int, float | None]:
-    """The least depth with about the least regret on sources left out, and that regret's log."""
-    groups = np.array(costs.sources)
-    if len(set(costs.sources)) < 2 or len(groups) < 2 * MIN_CASES:
-        return 0, None
-    split = _sklearn().model_selection.GroupKFold(min(5, len(set(costs.sources))))
-    folds = list(split.split(costs.axes, groups=groups))
+) -> tuple[float, float | None]:
+    """What a cut must save, and the mean logarithm of the regret then, on sources left out.
+
+    Of what leaves about the least regret, that with the fewest cuts. Without a second source, or
+    cases for two regimes, nothing is cut.
+    """
+    sources = sorted(set(costs.sources), key=lambda name: (-costs.sources.count(name), name))
+    if len(sources) < 2 or len(costs) < 2 * MIN_CASES:
+        return math.inf, None
+    fold = {name: i % min(_MOST_FOLDS, len(sources)) for i, name in enumerate(sources)}
+    folds = np.array([fold[name] for name in costs.sources])
     regrets = []
-    for depth in range(_MOST_DEPTH + 1):
+    for saved in _LEAST_SAVED:
         logs = []
-        for train, test in folds:
-            # A fold has fewer cases, and so have its leaves.
-            fewest = math.ceil(MIN_CASES * len(train) / len(groups))
-            for leaf in grow(costs, train, depth, known, fewest):
+        for left_out in range(max(folds) + 1):
+            test = np.flatnonzero(folds == left_out)
+            for leaf in grow(costs, np.flatnonzero(folds != left_out), saved, known):
                 inside = test[_inside(costs.axes[test], leaf.box)]
                 logs.append(np.log(costs.regrets(leaf.ranking, inside)))
         regrets.append(round(float(np.concatenate(logs).mean()), 6))
-    least = min(regrets)
-    depth = next(d for d, regret in enumerate(regrets) if regret <= least + _WORTH)
-    return depth, regrets[depth]
+    place = next(i for i, regret in enumerate(regrets) if regret <= min(regrets) + _WORTH)
+    return _LEAST_SAVED[place], regrets[place]
 
 
 def grow(
     costs: Costs,
     rows: NDArray[Any],
-    depth: int,
+    saved: float,
     known: dict[str, tuple[float, ...]] | None,
-    least: int = MIN_CASES,
 ) -> list[Leaf]:
     """Leaves of a tree over some cases, each with its box and ranking.
 
     Args:
         costs: the times.
         rows: numbers of the cases.
-        depth: the most cuts in a row.
+        saved: the sum of logarithmic regret that a cut must save.
         known: the only edges that a cut may be at, by axis; None means any.
-        least: fewest cases of a leaf.
     """
-    everywhere = (ANY,) * len(AXES)
-    if depth == 0 or len(rows) < 2 * least:
-        return [Leaf(everywhere, rows, costs.ranking(rows))]
-    axes = costs.axes[rows]
-    seen = axes if known is None else _binned(axes, known)
-    tree = _sklearn().tree.DecisionTreeRegressor(
-        max_depth=depth, min_samples_leaf=least, random_state=0
-    )
-    fitted = tree.fit(seen, costs.filled(rows)).tree_
+    logs = costs.filled()
     leaves: list[Leaf] = []
 
-    def walk(node: int, inside: NDArray[Any], box: tuple[Interval, ...]) -> None:
-        if fitted.children_left[node] < 0:
-            leaves.append(Leaf(box, rows[inside], costs.ranking(rows[inside])))
+    def walk(inside: NDArray[Any], box: tuple[Interval, ...]) -> None:
+        cut = _best_cut(costs.axes[inside], logs[inside], saved, known)
+        if cut is None:
+            leaves.append(Leaf(box, inside, costs.ranking(inside)))
             return
-        axis, bound = fitted.feature[node], fitted.threshold[node]
-        below = seen[inside, axis] <= bound
-        left, right = inside[below], inside[~below]
-        if known is None:
-            edge = _round_between(
-                float(axes[left, axis].max()), float(axes[right, axis].min()), AXES[axis]
-            )
-        else:
-            edge = known[AXES[axis]][math.floor(bound)]
+        axis, edge = cut
+        below = costs.axes[inside, axis] < edge
         low, high = box[axis].low, box[axis].high
-        walk(fitted.children_left[node], left, _set(box, axis, Interval(low, edge)))
-        walk(fitted.children_right[node], right, _set(box, axis, Interval(edge, high)))
+        walk(inside[below], _set(box, axis, Interval(low, edge)))
+        walk(inside[~below], _set(box, axis, Interval(edge, high)))
 
-    walk(0, np.arange(len(rows)), everywhere)
+    walk(np.asarray(rows), (ANY,) * len(AXES))
     return leaves
+
+
+def _best_cut(
+    axes: NDArray[np.float64],
+    logs: NDArray[np.float64],
+    saved: float,
+    known: dict[str, tuple[float, ...]] | None,
+) -> tuple[int, float] | None:
+    """The axis and edge that save most regret, if that is enough; of equals the first."""
+    found: tuple[int, float] | None = None
+    if len(axes) < 2 * MIN_CASES or saved == math.inf:
+        return None
+    whole = logs.sum(axis=0)
+    most = saved
+    for axis, name in enumerate(AXES):
+        order = np.argsort(axes[:, axis], kind="stable")
+        values = axes[order, axis]
+        below = np.cumsum(logs[order], axis=0)[:-1]
+        saves = whole.min() - below.min(axis=1) - (whole - below).min(axis=1)
+        counts = np.arange(1, len(order))
+        possible = (counts >= MIN_CASES) & (len(order) - counts >= MIN_CASES)
+        possible &= values[:-1] < values[1:]
+        # Rounded, so that the last bits of a logarithm on another machine change no cut.
+        saves = np.where(possible, saves.round(6), -1.0)
+        for place in np.argsort(-saves, kind="stable"):
+            if saves[place] <= most:
+                break
+            edge = _edge(float(values[place]), float(values[place + 1]), name, known)
+            if edge is not None:
+                most, found = float(saves[place]), (axis, edge)
+                break
+    return found
+
+
+def _edge(
+    below: float, above: float, axis: str, known: dict[str, tuple[float, ...]] | None
+) -> float | None:
+    """An edge between two neighbouring values; None where there is no known one."""
+    if known is None:
+        return _round_between(below, above, axis)
+    return next((edge for edge in known[axis] if below < edge <= above), None)
 
 
 def pruned(leaves: list[Leaf], costs: Costs) -> list[Leaf]:
@@ -225,37 +260,18 @@ def _inside(axes: NDArray[np.float64], box: Sequence[Interval]) -> NDArray[np.bo
     return np.asarray(((axes >= low) & (axes < high)).all(axis=1))
 
 
-def _binned(axes: NDArray[np.float64], known: dict[str, tuple[float, ...]]) -> NDArray[np.float64]:
-    """Numbers of the buckets between preset edges."""
-    columns = [
-        np.searchsorted(known[axis], axes[:, i], side="right") for i, axis in enumerate(AXES)
-    ]
-    return np.stack(columns, axis=1).astype(np.float64)
-
-
 def _round_between(below: float, above: float, axis: str) -> float:
     """The number with the fewest digits that is more than ``below`` and at most ``above``.
 
+    Of several, the one nearest to the middle of their logarithms.
+
     >>> _round_between(0.1213, 0.1577, "density"), _round_between(17550, 32760, "tokens")
-    (0.15, 20000)
+    (0.14, 20000)
     """
-    whole = axis in ("heads", "tokens")
+    whole = axis not in FRACTIONS
+    middle = math.sqrt(below * above) if below > 0 else above / 2
     for digits in range(1, 18):
-        scale = 10.0 ** (digits - 1 - math.floor(math.log10(above)))
-        # The largest number of so many digits that is not above.
-        value = math.floor(above * scale * (1 + 1e-15)) / scale
+        value = float(f"{middle:.{digits}g}")
         if below < value <= above and (not whole or value == int(value)):
-            return int(value) if whole else float(f"{value:.{digits}g}")
+            return int(value) if whole else value
     return above
-
-
-def _sklearn() -> Any:
-    try:
-        import sklearn.model_selection
-        import sklearn.tree
-    except ImportError as error:
-        raise MissingExtraError(
-            "A profile table is compiled with scikit-learn, which learns where regimes end, and it "
-            f"is not installed. Fix: {install('profile')}. Measurements are kept."
-        ) from error
-    return sklearn

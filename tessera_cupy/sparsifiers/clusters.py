@@ -272,6 +272,6 @@ def _kmeans_on_gpu(
             arch=arch_of(device).name,
             memory=kept,
             flag=flag_of(x),
-            centroids_flag=flag_of(x, centroids=True),
+            centroids_flag=flag_of(x, "centroids"),
         )
     return Clusters(found.order, found.sizes, found.centroids[..., : x.shape[3]])

@@ -48,12 +48,12 @@ class _Watch:
     """Flags of a GPU that kernels raise where q or k holds what is no number.
 
     Attributes:
-        addresses: of q and k.
-        flags: (3,) int32 on the GPU, of q, of k and of given centroids; 0 until something is found.
+        addresses: of q and k; none where a selection is made of neither.
+        flags: int32 on the GPU, one for each of :data:`_WATCHED`; 0 until something is found.
         memory: what a CUDA graph that captured the rule uses again at each replay.
     """
 
-    addresses: tuple[int, int]
+    addresses: tuple[int, ...]
     flags: Any
     memory: list[Any] = field(default_factory=list)
 
@@ -66,15 +66,15 @@ class _Watched(threading.local):
 
 _watched = _Watched()
 _NAMES = ("q", "k")
-_WATCHED = (*_NAMES, "centroids")
+_WATCHED = (*_NAMES, "centroids", "lse", "sums")
 
 
-def flag_of(x: Any, *, centroids: bool = False) -> int:
+def flag_of(x: Any, given: str | None = None) -> int:
     """Address of the int32 that a kernel sets where it meets NaN or an infinity in ``x``.
 
     Args:
         x: q or k.
-        centroids: in the centroids that are given with it, rather.
+        given: in the ``"centroids"`` or the ``"lse"`` that are given with it, rather.
 
     Returns:
         0 where nobody asked: ``x`` is none of the arrays that :func:`checked_inputs` saw last.
@@ -82,7 +82,7 @@ def flag_of(x: Any, *, centroids: bool = False) -> int:
     watch = _watched.watch
     if watch is None or x.data.ptr not in watch.addresses:
         return 0
-    of = _WATCHED.index("centroids") if centroids else watch.addresses.index(x.data.ptr)
+    of = _WATCHED.index(given) if given else watch.addresses.index(x.data.ptr)
     return int(watch.flags.data.ptr) + 4 * of
 
 
@@ -149,7 +149,7 @@ class Selection:
         return self.orders.restore(x)
 
     def check(self) -> None:
-        """Wait for the GPU, and look whether q, k and given centroids held numbers alone.
+        """Wait for the GPU, and look whether q, k and what was given with them held numbers alone.
 
         NumPy arrays were looked at when the selection was made.
 
@@ -245,26 +245,49 @@ def checked_inputs(q: Any, k: Any, grid: VideoGrid, *, watch: bool = True) -> An
         got = f"device {k.device.id}"
         raise ValueError(wrong("k", f"q's device {q.device.id}", got, "move it there"))
     _watched.watch = None
-    if watch or xp is np:
-        _watch_inputs(q, k, xp)
+    if xp is np:
+        for name, x in zip(_NAMES, (q, k), strict=True):
+            check_finite(name, x)
+    elif watch:
+        _watched.watch = _Watch((q.data.ptr, k.data.ptr), _new_flags(xp, q))
     return xp
 
 
-def _watch_inputs(q: Any, k: Any, xp: Any) -> None:
-    if xp is not np:
-        with xp.cuda.Device(q.device.id):
-            stream = xp.cuda.get_current_stream()
-            with pool_may_grow() if stream.is_capturing() else nullcontext():
-                flags = xp.empty(len(_WATCHED), np.int32)
-            xp.cuda.runtime.memsetAsync(flags.data.ptr, 0, flags.nbytes, stream.ptr)
-        _watched.watch = _Watch((q.data.ptr, k.data.ptr), flags)
-        return
-    for name, x in zip(_NAMES, (q, k), strict=True):
-        check_finite(name, x)
+def watch_sums(sums: Any) -> int:
+    """Watch over given sums, and over no q and k; NumPy's are looked at now.
+
+    Args:
+        sums: (batch, heads, groups, tokens), NumPy or CuPy.
+
+    Returns:
+        Address of the int32 that a kernel sets where it meets NaN or an infinity in them; 0 for
+        NumPy.
+
+    Raises:
+        ValueError: there is one in NumPy's.
+    """
+    _watched.watch = None
+    xp = namespace(sums, "sums")
+    if xp is np:
+        check_finite("sums", sums)
+        return 0
+    flags = _new_flags(xp, sums)
+    _watched.watch = _Watch((), flags)
+    return int(flags.data.ptr) + 4 * _WATCHED.index("sums")
+
+
+def _new_flags(xp: Any, x: Any) -> Any:
+    """Flags where ``x`` is, all 0."""
+    with xp.cuda.Device(x.device.id):
+        stream = xp.cuda.get_current_stream()
+        with pool_may_grow() if stream.is_capturing() else nullcontext():
+            flags = xp.empty(len(_WATCHED), np.int32)
+        xp.cuda.runtime.memsetAsync(flags.data.ptr, 0, flags.nbytes, stream.ptr)
+    return flags
 
 
 def check_finite(name: str, x: NDArray[Any]) -> None:
-    """Refuse NaN and infinities in a NumPy array (batch, heads, tokens, d).
+    """Refuse NaN and infinities in a NumPy array (batch, heads, ...).
 
     Raises:
         ValueError: there is one.

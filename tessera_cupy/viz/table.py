@@ -24,6 +24,7 @@ _NAMES = {
     "tokens": "keys (tokens)",
     "density": "density (kept fraction)",
     "run_coverage": "run coverage (fraction)",
+    "rows": "rows (heads x tokens)",
 }
 
 
@@ -47,7 +48,7 @@ def draw_table(
         table: the table, of :func:`tessera_cupy.regimes.load_table` or ``load_for``.
         key: the key's number in the file, from 0, those of ``reasoned`` after those of ``keys``; or
             its name, such as ``q64k64 d<=128``, the first of that name.
-        x: the axis across, one of "heads", "tokens", "density" and "run_coverage".
+        x: the axis across, one of "heads", "tokens", "density", "run_coverage" and "rows".
         y: the axis up, another of them.
         at: a value of each other axis that the key has edges of.
 

@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tessera_cupy.cost import predict
+from tessera_cupy.cost.timeline import busiest_over_mean
 from tessera_cupy.errors import wrong
 from tessera_cupy.plan import Plan
+from tessera_cupy.timeline import Timeline
 from tessera_cupy.viz import arguments, style
 from tessera_cupy.viz.boxes import Boxes
 
@@ -24,7 +26,7 @@ _MOST_NAMED = len(style.STEP_COLOURS)
 
 
 class Placed(Protocol):
-    """What is predicted of N tasks, as ``tessera_cupy.cost.predict(plan)`` gives it."""
+    """Where and when N tasks run: ``predict(plan)`` of ``cost``, or ``plan.timeline(q, k, v)``."""
 
     @property
     def slots(self) -> int:
@@ -43,13 +45,16 @@ class Placed(Protocol):
         """(N,) when each ends."""
 
 
-def draw_timeline(ax: Axes, plan: Plan, prediction: Placed | None = None) -> None:
-    """Draw a plan's tasks where and when a cost model expects them, as :func:`draw_tasks` does.
+def draw_timeline(ax: Axes, plan: Plan, placed: Placed | None = None) -> None:
+    """Draw where and when a plan's tasks run, as :func:`draw_tasks` does: predicted or measured.
+
+    The title says which. To compare them, draw both above each other over one scale of time.
 
     Args:
         ax: where to draw.
         plan: the plan.
-        prediction: the slot, start and end of each of its tasks; None asks
+        placed: the slot, start and end of each of its tasks, such as what
+            :meth:`tessera_cupy.Plan.timeline` measured on a GPU; None asks
             :func:`tessera_cupy.cost.predict`.
 
     Raises:
@@ -65,21 +70,22 @@ def draw_timeline(ax: Axes, plan: Plan, prediction: Placed | None = None) -> Non
     arguments.check_axes(ax)
     arguments.check_kind("plan", plan, (Plan,), "pass make_plan(mask, q, k, v)")
     tasks = plan.tasks()
-    if prediction is None:
-        prediction = predict(plan)
-    if len(prediction.slot) != len(tasks):
-        got, fix = f"{len(prediction.slot)} tasks", "predict this plan"
-        raise ValueError(wrong("prediction", f"the plan's {len(tasks)} tasks", got, fix))
+    if placed is None:
+        placed = predict(plan)
+    if len(placed.slot) != len(tasks):
+        got, fix = f"{len(placed.slot)} tasks", "predict or measure this plan"
+        raise ValueError(wrong("placed", f"the plan's {len(tasks)} tasks", got, fix))
     draw_tasks(
         ax,
-        prediction.slot,
-        prediction.start_ms,
-        prediction.end_ms,
+        placed.slot,
+        placed.start_ms,
+        placed.end_ms,
         tile=tasks.task_tile,
         head=tasks.task_head,
-        slots=prediction.slots,
+        slots=placed.slots,
     )
-    ax.set_title(f"predicted for {plan.spec.name}:\n{ax.get_title()}", fontsize=10)
+    of = f"measured on {placed.gpu}," if isinstance(placed, Timeline) else "predicted for"
+    ax.set_title(f"{of} {plan.spec.name}:\n{ax.get_title()}", fontsize=10)
 
 
 def load_balance(slot: Any, start: Any, end: Any, *, slots: int | None = None) -> float:
@@ -99,7 +105,7 @@ def load_balance(slot: Any, start: Any, end: Any, *, slots: int | None = None) -
     """
     at, begins, ends, count = _checked(slot, start, end, slots)
     busy = _busy(at, begins, ends, count)
-    return float(busy.max() / busy.mean()) if busy.any() else 1.0
+    return busiest_over_mean(busy)
 
 
 def draw_tasks(
@@ -164,7 +170,7 @@ def draw_tasks(
     style.number_lines(ax, count)
     ax.set_xlabel("time (ms)")
     ax.set_ylabel("SM slot")
-    balance = busy.max() / mean if mean else 1.0
+    balance = busiest_over_mean(busy)
     ax.set_title(
         f"{len(at):,} tasks on {count:,} slots: {last:.3f} ms, busiest / mean {balance:.2f}",
         fontsize=10,
@@ -221,7 +227,7 @@ def _checked(
     if at.min() < 0 or at.max() >= count:
         got = f"slots {at.min()} to {at.max()}"
         raise ValueError(wrong("slot", f"from 0 to {count - 1}", got, "count the slots from 0"))
-    order = np.lexsort([begins, at])
+    order = np.lexsort([ends, begins, at])
     same = at[order][1:] == at[order][:-1]
     early = begins[order][1:] < ends[order][:-1] - _ROUNDING * max(1.0, float(ends.max()))
     if (same & early).any():
@@ -253,7 +259,7 @@ def _gaps(
     at: NDArray[Any], begins: NDArray[Any], ends: NDArray[Any], count: int, last: float
 ) -> list[tuple[int, float, float]]:
     """Slot, begin and end of each time that a slot is idle, from 0 to the last end of all."""
-    order = np.lexsort([begins, at])
+    order = np.lexsort([ends, begins, at])
     # A task of no length at the end of each slot closes its last gap.
     slots = np.concatenate([at[order], np.arange(count)])
     starts = np.concatenate([begins[order], np.full(count, last)])

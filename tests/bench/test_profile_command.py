@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -242,3 +244,36 @@ def test_measurements_of_another_architecture_are_not_compiled(tmp_path, capsys)
     status, report, _ = run(capsys, "profile", "--out", tmp_path / "sm90.yaml", "--compile-only")
     assert status == 1
     assert "`out`: expected sm80.yaml, as the measurements" in report["error"]["message"]
+
+
+def test_what_was_measured_is_written_when_the_run_is_told_to_end(tmp_path, capsys, monkeypatch):
+    """As by `timeout`; the next run goes on."""
+    out, asked = tmp_path / "sm80.yaml", []
+    times = Predictable.times
+
+    def until_told(self, *given):
+        asked.append(None)
+        if len(asked) == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return times(self, *given)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(Predictable, "times", until_told)
+    with pytest.raises(SystemExit) as ended:
+        profiled(capsys, out)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert len(Measurements.read(tmp_path / "sm80.npz").cases) == 9
+    assert {path.name for path in tmp_path.iterdir()} == {"sm80.npz"}
+    status, report, _ = profiled(capsys, out)
+    assert (status, report["cases"]) == (0, 24)
+
+
+def test_a_regret_whose_budget_ends_says_of_how_many(tmp_path, capsys):
+    words = ["bench", "regret", "--model", "sm_80", "--table", "sm80", "--cases", "6", *SIZES]
+    kept = tmp_path / "held.npz"
+    status, report, _ = run(capsys, *words, "--budget", "1h", "--keep", kept)
+    assert (status, report["all"]["cases"]) == (0, 6)
+    status, report, _ = run(capsys, *words, "--budget", "0s", "--keep", kept)
+    assert status == 1
+    assert "No case was timed" in report["error"]["message"]

@@ -1,5 +1,7 @@
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tessera_cupy.bench.regret import ablation, judge, report
@@ -82,3 +84,41 @@ def test_nothing_timed_is_said(table):
     held = measured([case({}, states={SHARE: "failed"})])
     with pytest.raises(ValueError, match="No case was timed"):
         report(table, held, lambda one: "all")
+
+
+def turns(times, noise, seed, count=12):
+    """A case whose plans took turns, with noise and a common drift."""
+    rng = np.random.default_rng(seed)
+    drift = np.cumsum(0.02 * rng.standard_normal(count))
+    timings = []
+    for plan, ms in times.items():
+        rounds = ms * np.exp(drift + noise * rng.standard_normal(count))
+        middle = float(np.median(rounds))
+        timings.append(PlanTime(plan, "timed", middle, middle, middle, "", tuple(rounds.tolist())))
+    return Case(f"case {seed}", "s", case({}, density=0.1).features, tuple(timings))
+
+
+def test_noise_alone_is_no_regret(table):
+    """Eight plans as fast as each other: the shortest of their times is short by chance."""
+    tiles, ways = ("q64k64", "q128k64", "q128k128"), ("retain", "merge")
+    names = [f"attend_mma/{tile}/{how}-pack/longest+split" for tile in tiles for how in ways]
+    alike = [PlanSpec.parse(name) for name in names]
+    held = measured([turns(dict.fromkeys([SHARE, *alike], 1.0), 0.03, i) for i in range(60)])
+    found = report(table, held, lambda one: "all")
+    assert found["plain"]["mean"] > 1.01
+    assert found["all"]["mean"] < found["plain"]["mean"] - 0.005
+    assert found["all"]["close"] > found["plain"]["close"]
+
+
+def test_a_slower_choice_is_found_through_noise(table):
+    held = measured([turns({SHARE: 1.1, MERGE: 1.0, RETAIN: 1.02}, 0.02, i) for i in range(40)])
+    found = report(table, held, lambda one: "all")
+    assert found["all"]["mean"] == pytest.approx(1.1, abs=0.006)
+    assert found["all"]["close"] == 0
+
+
+def test_a_choice_that_left_early_is_judged_by_all_it_has(table):
+    first = turns({SHARE: 1.4, MERGE: 1.0}, 0.0, 0)
+    early = [replace(t, rounds=t.rounds[:2]) if t.plan == SHARE else t for t in first.timings]
+    [one] = judge(table, measured([replace(first, timings=tuple(early))]))
+    assert one.ratio == one.plain == pytest.approx(1.4)

@@ -82,10 +82,13 @@ def test_a_persistent_kernel_takes_tasks_in_turn_and_the_other_as_slots_are_free
     regime = "attend_wgmma/q128k192/retain-pack/rows"
     turns = predict(planned(keep, (128, 64), regime, "sm_90a"), toy("sm_90a", 2))
     assert turns.slot.tolist() == [0, 1, 0, 1]
+    busy = turns.cycles[:2] + turns.cycles[2:]
+    assert turns.balance == pytest.approx(busy[0] / busy.mean())
     wide = planned(keep, (128, 64), "attend_mma/q128k64/retain-pack/rows", "sm_80")
     assert wide.config.ctas_per_sm(wide.request.arch) == 2
     free = predict(wide, toy("sm_80"))
     assert free.slot.tolist() == [0, 1, 1, 1]
+    assert free.balance == 1  # both places are on one multiprocessor
 
 
 def test_ctas_of_one_multiprocessor_share_it() -> None:

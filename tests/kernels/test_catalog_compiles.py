@@ -11,9 +11,10 @@ import pytest
 
 from tessera_cupy.kernels.arch import ARCHS
 from tessera_cupy.kernels.cache import default_cache
-from tessera_cupy.kernels.catalog import TOKEN_KERNELS, KernelConfig, catalog, merge_for
+from tessera_cupy.kernels.catalog import TOKEN_KERNELS, KernelConfig, catalog, merge_for, timed
 
 EVERY = [config for arch in ARCHS for config in catalog(arch)]
+EVERY += [timed(config) for config in EVERY if config.attends]
 
 
 def _identity(config: KernelConfig) -> str:
@@ -34,7 +35,8 @@ def _some() -> list[KernelConfig]:
         for arch, *rest in wanted
         for shape in [tuple(rest)]
     ]
-    return [*found, merge_for(found[2])]
+    hopper = next(c for c in catalog("sm_90a") if c.kernel == "attend_wgmma" and c.head_dim == 128)
+    return [*found, merge_for(found[2]), timed(found[2]), timed(hopper)]
 
 
 def _check(config: KernelConfig) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tessera_cupy.kernels import key_bounds
 from tessera_cupy.kernels.catalog import builder
-from tessera_cupy.sparsifiers import fg_attn
+from tessera_cupy.sparsifiers import draws, fg_attn
 from tests.emulator.emulator import compiler
 from tests.emulator.gpu import EmulatedGpu
 
@@ -270,9 +270,88 @@ class TestKeep:
         kept = np.unpackbits(bits, axis=-1, count=250, bitorder="little")
         np.testing.assert_array_equal(kept, rows[..., :250] >= level)
 
+    @pytest.mark.parametrize("tokens", [40, 61, 300, 2047, 17_101, 117_003])
+    def test_what_is_behind_the_tokens_is_not_looked_at(
+        self, gpu: EmulatedGpu, rng: np.random.Generator, tokens: int
+    ) -> None:
+        # In rows that begin at whole 16 bytes; the last one of them would fill no more chunks.
+        pitch = -(-tokens // 8) * 8
+        rows = drawn("numbers", rng, (1, 2, 1, pitch))
+        rows[..., tokens:] = INF
+        flag = gpu.array(np.zeros(1, np.int32), writable=True)
+        for count in (0, 1, tokens // 5):
+            bits = key_bounds.keep(
+                gpu.array(rows)[..., :tokens], tokens, (0, tokens), (0, 0), count=count,
+                level=np.float16(1), memory=[], flag=flag.data.ptr,
+            ).get()  # fmt: skip
+            kept = np.unpackbits(bits, axis=-1, bitorder="little").astype(bool)
+            for head in range(2):
+                expected = kept_by_hand(rows[0, head, 0], 0, tokens, tokens, count, 1)
+                np.testing.assert_array_equal(kept[0, head, 0, :tokens], expected)
+            assert not kept[..., tokens:].any()
+        assert flag.get() == 0
+
+    @pytest.mark.parametrize("tokens", [61, 117_003])
+    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
+    def test_what_is_no_number_is_told(
+        self, gpu: EmulatedGpu, rng: np.random.Generator, tokens: int, bad: np.float16
+    ) -> None:
+        for place in (5, tokens - 1):
+            rows = drawn("numbers", rng, (1, 1, 2, -(-tokens // 8) * 8))
+            rows[0, 0, 1, place] = bad
+            flag = gpu.array(np.zeros(1, np.int32), writable=True)
+            key_bounds.keep(
+                gpu.array(rows), tokens, (0, tokens), (0, 0), count=3, level=NAN, memory=[],
+                flag=flag.data.ptr,
+            )  # fmt: skip
+            assert flag.get() == 1
+
+    @pytest.mark.parametrize("text", [(0, 9), (250, 300), (40, 170)])
+    def test_keys_that_compete_and_are_kept(
+        self, gpu: EmulatedGpu, rng: np.random.Generator, text: tuple[int, int]
+    ) -> None:
+        rows = drawn("ties", rng, (1, 1, 3, 304))
+        bits = key_bounds.keep(
+            gpu.array(rows), 300, (0, 300), (1, 2), count=90, level=NAN, memory=[], text=text
+        ).get()
+        kept = np.unpackbits(bits, axis=-1, count=300, bitorder="little").astype(bool)
+        for group in (0, 2):
+            expected = kept_by_hand(rows[0, 0, group], 0, 300, 300, 90, 0)
+            expected[slice(*text)] = True
+            np.testing.assert_array_equal(kept[0, 0, group], expected)
+        assert kept[0, 0, 1].all()
+
+    @pytest.mark.parametrize("probability", [0.01, 0.6, 1 - 2.0**-32])
+    def test_keys_at_random(
+        self, gpu: EmulatedGpu, rng: np.random.Generator, probability: float
+    ) -> None:
+        tokens, seed = 1100, 2**63 + 11
+        rows = drawn("numbers", rng, (2, 2, 3, -(-tokens // 8) * 8))
+        bits = key_bounds.keep(
+            gpu.array(rows), tokens, (0, tokens), (2, 3), count=50, level=NAN, memory=[],
+            drawn=draws.threshold(probability), seed=seed,
+        ).get()  # fmt: skip
+        kept = np.unpackbits(bits, axis=-1, count=tokens, bitorder="little").astype(bool)
+        for b, h in np.ndindex(2, 2):
+            expected = draws.drawn(2 * b + h, 3, tokens, probability, seed)
+            for group in range(2):
+                expected[group] |= kept_by_hand(rows[b, h, group], 0, tokens, tokens, 50, 0)
+            expected[2] = True
+            np.testing.assert_array_equal(kept[b, h], expected)
+
+    def test_how_far_rows_are_apart(self) -> None:
+        x = np.zeros((2, 3, 4, 104), np.float16)
+        pitch = key_bounds.row_pitch
+        assert (pitch(x), pitch(x[..., :99]), pitch(x[:1, :1, :, 8:40])) == (104, 104, 104)
+        assert (pitch(x[:1]), pitch(x[:1, :1]), pitch(x[:1, :1, :1, :9])) == (104, 104, 16)
+        assert pitch(x[:, :, ::2]) == 208
+        assert pitch(x[:, :2]) is pitch(x[:, :, :2]) is None
+        assert pitch(x[..., ::2]) is pitch(x.astype(np.float32)) is None
+        assert pitch(np.zeros((1, 1, 2, 99), np.float16)) is None
+
     def test_rows_that_cannot_be_counted(self, gpu: EmulatedGpu) -> None:
         rows = gpu.empty((1, 1, 1, 1 << 20), np.float16)
-        with pytest.raises(ValueError, match=r"`k`: expected below 1,048,576 tokens, got 1,048,5"):
+        with pytest.raises(ValueError, match=r"`k`: expected below 1,044,480 tokens, got 1,048,5"):
             key_bounds.keep(rows, 1_048_500, (0, 9), (0, 0), count=1, level=NAN, memory=[])
 
     def test_rows_that_shared_memory_does_not_hold(

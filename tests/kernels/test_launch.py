@@ -148,7 +148,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def attend(
-    made: Plan, capacity: int, *, pointers: dict[str, int], v_batch_stride: int | None = None
+    made: Plan,
+    capacity: int,
+    *,
+    pointers: dict[str, int],
+    v_batch_stride: int | None = None,
+    times: int = 0,
 ) -> None:
     r = made.request
     operands = {}
@@ -179,7 +184,7 @@ def attend(
         ),
         uploaded.slot_log2,
     )
-    launch.attend(packed, uploaded, 0)
+    launch.attend(packed, uploaded, 0, times=times)
 
 
 POINTERS = {"q": 1 << 20, "k": 2 << 20, "v": 3 << 20, "o": 4 << 20}
@@ -204,6 +209,33 @@ def test_a_cta_of_the_other_kernel_takes_one_task(
     assert len(made.tasks()) > 3
     assert launched[0][:2] == ("attend_mma", (len(made.tasks()),))
     assert launched[1][:2] == ("merge_splits", (1, 64 // launch.MERGE_WARPS))
+
+
+@pytest.mark.parametrize(
+    ("regime", "arch", "size"),
+    [
+        ("attend_wgmma/q128k192/regroup-pack/rows", "sm_90a", 960),
+        ("attend_mma/q64k64/retain-pack/rows", "sm_80", launch.ATTEND_PARAMS.itemsize + 8),
+    ],
+)
+def test_a_kernel_that_keeps_time_is_passed_where_to(
+    regime: str, arch: str, size: int, cupy: Any, launched: list[tuple[Any, ...]]
+) -> None:
+    made = plan(ALIKE, regime, arch=arch)
+    attend(made, 132, pointers=POINTERS)
+    attend(made, 132, pointers=POINTERS, times=12345)
+    (_, grid, block, params), timed = launched
+    assert timed[1:3] == (grid, block)
+    packed = timed[3].tobytes()
+    assert len(packed) == size
+    behind = len(params.tobytes())
+    assert packed[behind : behind + 8] == (12345).to_bytes(8, "little")
+    # Arrays of the two uploads aside, they are the same.
+    dtype = launch.WGMMA_PARAMS if "wgmma" in regime else launch.ATTEND_PARAMS
+    first, second = (np.frombuffer(x[:behind], dtype) for x in (params.tobytes(), packed))
+    assert dtype.names is not None
+    for name in set(dtype.names) - {"tasks", "frags", "units", "frag_bits", "bits"}:
+        assert first[name].tobytes() == second[name].tobytes(), name
 
 
 @pytest.mark.parametrize(
@@ -290,7 +322,7 @@ def test_rows_of_keys_get_all_shared_memory(modules: list[str]) -> None:
         kernel = launch.load(catalog.builder("sm_90a", name), 0)
         return getattr(kernel, "preferred_shared_memory_carveout", None)
 
-    assert carveout("keep_keys") == 100
+    assert carveout("keep_keys") == carveout("column_sums_bf16") == 100
     assert carveout("keep_mass") is None
 
 

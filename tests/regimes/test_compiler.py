@@ -25,7 +25,7 @@ def test_a_tree_finds_where_another_plan_wins():
     made = table(crossing(edge=0.3))
     [key] = made.document.keys
     assert key.cases == 128
-    assert key.edges == ((), (), (0.3,), ())
+    assert key.edges == ((), (), (0.3,), (), ())
     assert [regime.plans[0] for regime in key.regimes] == [SHARE, MERGE]
     assert sum(regime.cases for regime in key.regimes) == 128
     for density, plan in ((0.01, SHARE), (0.29, SHARE), (0.3, MERGE), (1.0, MERGE)):
@@ -35,7 +35,7 @@ def test_a_tree_finds_where_another_plan_wins():
 def test_preset_edges_are_kept_to():
     made = table(crossing(edge=0.3), edges="preset")
     [key] = made.document.keys
-    assert key.edges == ((), (), (0.3,), ())
+    assert key.edges == ((), (), (0.3,), (), ())
     made = table(crossing(edge=0.4), edges="preset")
     assert made.document.keys[0].edges[2] in ((0.3,), (0.6,), (0.3, 0.6))
 
@@ -59,7 +59,7 @@ def test_one_plan_everywhere_is_one_regime():
     cases = [case({SHARE: 1.0, MERGE: 1.5}, i, density=i / 200) for i in range(200)]
     [key] = table(measured(cases)).document.keys
     assert len(key.regimes) == 1
-    assert key.edges == ((),) * 4
+    assert key.edges == ((),) * 5
 
 
 def test_regimes_have_cases_enough():
@@ -137,7 +137,7 @@ def test_kinds_of_masks_are_keys_of_their_own():
 
 def test_dtypes_are_one_key_unless_both_have_cases_enough():
     few = [case({SHARE: 1.0}, i, dtype="bfloat16") for i in range(40)]
-    few += [case({MERGE: 1.0}, 40 + i, dtype="float16") for i in range(MIN_CASES - 1)]
+    few += [case({MERGE: 1.0}, 40 + i, dtype="float16") for i in range(LEAST_CASES - 1)]
     assert len(table(measured(few)).document.keys) == 1
     enough = [*few, case({MERGE: 1.0}, 99, dtype="float16")]
     made = table(measured(enough))

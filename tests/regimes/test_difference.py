@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tessera_cupy.regimes import Features, load_for
+from tessera_cupy.regimes import Features, load_for, load_table
 from tessera_cupy.regimes.difference import BLOCK_SIZES, HEAD_DIMS, differences
 
 SM90 = load_for("sm90")
@@ -40,7 +40,7 @@ def drawn(rng):
 
 
 def holds(difference, f):
-    match, axes = difference.match, (f.heads, f.tokens, f.density, f.run_coverage)
+    match = difference.match
     flags = ((match.ragged, f.ragged), (match.token_bits, f.token_bits), (match.dtype, f.dtype))
     return (
         (match.mask == "slices") == f.slices
@@ -48,7 +48,7 @@ def holds(difference, f):
         and f.block_kv in match.block_kv
         and f.head_dim in match.head_dim
         and all(given in (None, value) for given, value in (*flags, (match.layout, f.layout)))
-        and all(value in bounds for value, bounds in zip(axes, difference.when, strict=True))
+        and all(value in bounds for value, bounds in zip(f.numbers, difference.when, strict=True))
     )
 
 
@@ -89,3 +89,35 @@ def test_a_bucket_that_no_value_is_in_hides_nothing():
 
 def test_a_table_does_not_differ_from_itself():
     assert differences(RULED, RULED) == []
+
+
+def test_tables_may_differ_by_rows_alone(tmp_path):
+    """Heads times tokens: buckets that no heads and tokens have are not among the differences."""
+    path = tmp_path / "sm90.yaml"
+    match = "{ragged: false, block_q: 64, block_kv: 64, head_dim: 128, dtype: bfloat16}"
+    path.write_text(
+        "schema: 1\narch: sm90\nprovenance: default\ndevice: null\ncatalog: null\nraw_data: null\n"
+        "reasons: A test.\nbase:\n  - attend_mma/q64k64/retain-pack/rows\n"
+        "  - attend_mma/q64k64/split-pack/rows\n  - attend_mma/q64k32/retain-pack/rows\n"
+        f"keys:\n  - match: {match}\n    why: few rows\n"
+        "    edges: {tokens: [1000], heads: [10], rows: [9000]}\n    regimes:\n"
+        "      - when: {rows: {below: 9000}}\n        plans: [attend_mma/q128k64/merge-pack/rows]\n"
+        "      - when: {rows: {from: 9000}}\n        plans: [attend_mma/q128k64/share-pack/rows]\n"
+    )
+    ruled = load_table(path)
+    f = drawn(random.Random(0))._replace(
+        block_q=64, block_kv=64, head_dim=128, ragged=False, token_bits=False, slices=False,
+        dtype="bfloat16", heads=5,
+    )  # fmt: skip
+    firsts = [ruled.lookup(f._replace(tokens=n)).ranking[0].mapping.q for n in (1799, 1800)]
+    assert firsts == ["merge", "share"]
+    other = tmp_path / "other" / "sm90.yaml"
+    other.parent.mkdir()
+    other.write_text(path.read_text().replace("q128k64/share", "q64k64/share"))
+    found = differences(ruled, load_table(other))
+    assert found
+    for heads, tokens in ((1, 8999), (9, 999), (9, 1000), (10, 900), (10, 899), (3, 3000)):
+        here = f._replace(heads=heads, tokens=tokens)
+        assert any(holds(one, here) for one in found) == (heads * tokens >= 9000)
+    below = [one for one in found if one.when[0].high == 10 and one.when[1].high == 1000]
+    assert below == []  # 9 heads of 999 tokens are 8,991 rows

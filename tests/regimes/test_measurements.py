@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -185,3 +187,17 @@ def test_a_single_array_is_refused(tmp_path):
         np.save(file, np.ones(3))
     with pytest.raises(TableError, match=r"measurements of version 1 .*sm90\.npz"):
         Measurements.read(path)
+
+
+def test_turns_are_kept(tmp_path):
+    path = tmp_path / "sm90.npz"
+    one = crossing(4)
+    first, second, *rest = one.cases[0].timings
+    first = replace(first, rounds=(1.0, 1.5, 1.25, 1.125))
+    second = replace(second, rounds=(2.0, 2.5))  # left early
+    cases = [replace(one.cases[0], timings=(first, second, *rest)), *one.cases[1:]]
+    one.with_cases(cases).write(path)
+    found = {t.plan: t.rounds for t in Measurements.read(path).cases[0].timings}
+    assert found[first.plan] == (1.0, 1.5, 1.25, 1.125)
+    assert found[second.plan] == (2.0, 2.5)
+    assert set(found.values()) == {first.rounds, second.rounds, ()}

@@ -11,7 +11,7 @@ from tessera_cupy.kernels.catalog import find
 from tessera_cupy.mapping import why_not
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.regimes import Features, Table, load_for
-from tessera_cupy.regimes.schema import PROVENANCES
+from tessera_cupy.regimes.schema import AXES, PROVENANCES
 
 TABLES = ("sm80", "sm89", "sm90", "sm100", "sm120")
 DTYPES = ("float16", "bfloat16")
@@ -162,9 +162,12 @@ def test_every_regime_can_be_reached(name, table_of):
             "slices": match.mask == "slices",
         }
         for regime in key.regimes:
-            bounds = zip(("heads", "tokens", "density", "run_coverage"), regime.when, strict=True)
-            values = {axis: max(0, interval.low) for axis, interval in bounds}
-            choice = table.lookup(Features(**{**REQUEST, **corner, **values}))
+            corners = dict(zip(AXES, [max(0, ends.low) for ends in regime.when], strict=True))
+            rows = corners.pop("rows")
+            if rows > corners["heads"] * corners["tokens"]:  # as many heads as that takes
+                corners["tokens"] = max(1, corners["tokens"])
+                corners["heads"] = max(corners["heads"], -(-rows // corners["tokens"]))
+            choice = table.lookup(Features(**{**REQUEST, **corner, **corners}))
             assert choice.ranking[: len(regime.plans)] == regime.plans
             assert choice.why == key.why
 

@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from tessera_cupy import viz
+from tessera_cupy import ArraySpec, make_plan, viz
+from tessera_cupy.kernels.launch import packed_tasks
+from tessera_cupy.kernels.task_times import TASK_TIME
 from tessera_cupy.mapping import Mapping, map_mask
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.profile import Profile
 from tessera_cupy.regimes import load_for
+from tessera_cupy.timeline import from_records
 from tessera_cupy.video import VideoGrid
 from tessera_cupy.viz import overview
 
@@ -77,6 +80,20 @@ def _overview(figure: Any) -> None:
     overview.draw_all_steps(ax, tiles, 0, False)
 
 
+def _timeline(figure: Any) -> None:
+    """Six tasks as a GPU of two multiprocessors wrote them down; two at a time on the first."""
+    mask = BlockMask.from_dense(np.tri(3, dtype=bool), (64, 64))
+    spec = ArraySpec((1, 2, 192, 64), "bfloat16")
+    plan = make_plan(mask, spec, arch="sm_80", regime="attend_mma/q64k64/retain-pack/longest")
+    records = np.zeros((1, 6, 1), TASK_TIME)
+    records["sm"].flat = [0, 1, 0, 0, 1, 0]
+    records["begin"].flat = [1000, 1064, 1032, 2056, 4064, 4128]
+    records["end"].flat = [4064, 4032, 2024, 4096, 6080, 5088]
+    packed = packed_tasks(plan.tiles(), plan.tasks())
+    measured = from_records(records, packed, [0.0], persistent=False, gpu="a GPU", sms=2)
+    _one(viz.draw_timeline, plan, measured)(figure)
+
+
 def _grid(figure: Any) -> None:
     blocks = GRID.tile_blocks((2, 2, 2))
     viz.draw_grid(figure, GRID, blocks.order, block=blocks.sizes)
@@ -94,6 +111,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "tasks": _one(
         viz.draw_tasks, [0, 1, 0, 2, 1], [0, 0, 3, 0, 2], [3, 2, 4, 1, 3.5], head=[0, 0, 1, 2, 1]
     ),
+    "timeline": _timeline,
     "profile": _one(viz.draw_profile, Profile(False, 0.0, 2.0, 1.0, 0.3, 4.0, 0.5)),
     "heads": lambda figure: viz.draw_heads(
         figure, BlockMask.from_dense([[[1, 1, 0]], [[1, 0, 1]], [[0, 0, 1]]], (16, 16))

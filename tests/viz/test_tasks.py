@@ -12,6 +12,7 @@ import pytest
 from tessera_cupy import ArraySpec, make_plan, viz
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.profile import Profile
+from tessera_cupy.timeline import Timeline
 
 pytest.importorskip("matplotlib")
 
@@ -144,8 +145,35 @@ def test_the_tasks_of_a_plan_where_a_model_expects_them(ax: Any) -> None:
     assert name == "predicted for attend_mma/q64k64/retain-pack/longest:"
     assert rest.startswith("6 tasks on 3 slots")
     placed.slot = order[1:] % 2
-    with pytest.raises(ValueError, match="`prediction`: expected the plan's 6 tasks, got 5"):
+    with pytest.raises(ValueError, match="`placed`: expected the plan's 6 tasks, got 5"):
         viz.draw_timeline(ax, plan, placed)
+
+
+def test_measured_tasks_are_drawn_on_their_multiprocessors(ax: Any) -> None:
+    """Two at a time on the last of three; the second one has nothing to do."""
+    mask = BlockMask.from_dense([[1, 0, 0], [1, 1, 0], [1, 1, 1]], (64, 64))
+    spec = ArraySpec((1, 1, 192, 64), "bfloat16")
+    plan = make_plan(mask, spec, arch="sm_80", regime="attend_mma/q64k64/retain-pack/longest")
+    measured = timeline(sm=[0, 2, 2], begin=[0, 0, 500], end=[1000, 4000, 2000])
+    viz.draw_timeline(ax, plan, measured)
+    # Places 2 and 5 are on multiprocessor 2, 0 and 3 on the first one.
+    assert boxes(ax, hatched=False) == [(0, 0, 1, 1), (0, 2, 4, 3), (0.5, 5, 2, 6)]
+    assert boxes(ax, hatched=True) == [
+        *[(0, 1, 4, 2), (0, 3, 4, 4), (0, 4, 4, 5), (0, 5, 0.5, 6), (1, 0, 4, 1), (2, 5, 4, 6)]
+    ]
+    name, rest = ax.get_title().split("\n")
+    assert name == "measured on a GPU, attend_mma/q64k64/retain-pack/longest:"
+    assert rest.startswith("3 tasks on 6 slots: 4.000 ms")
+    measured = timeline(sm=[0, 2], begin=[0, 0], end=[1000, 4000])
+    with pytest.raises(ValueError, match="`placed`: expected the plan's 3 tasks, got 2"):
+        viz.draw_timeline(ax, plan, measured)
+
+
+def timeline(sm: list[int], begin: list[float], end: list[float]) -> Timeline:
+    zeros = np.zeros(len(sm), np.int32)
+    begins, ends = np.array(begin, float), np.array(end, float)
+    numbers = (zeros, zeros, zeros, zeros > 0)
+    return Timeline("a GPU", 3, np.array(sm, np.int64), begins, ends, *numbers, 0.0, 0.0)
 
 
 def test_parts_of_a_request_follow_each_other(ax: Any) -> None:

@@ -331,6 +331,15 @@ inline float exp2_approx(float x) {  // .ftz: subnormal results are zeros
 inline float half_to_float(u32 bits) { return emulator::half_value(bits & 0xffff); }
 inline float log2_approx(float x) { return log2f(x); }
 inline void keep(u32) {}
+// A timer that ticks when it is read, and as many multiprocessors as the emulated GPU has.
+inline u64 global_nanoseconds() {
+  static u64 now = u64(1) << 60;
+  return now += 32;
+}
+inline u32 multiprocessor() { return emulator::machine.block.x % 3; }
+inline void store_if(u64* address, u64 value, bool writes) {
+  if (writes) *address = value;
+}
 inline float negative_infinity() { return -INFINITY; }
 
 }  // namespace tessera
