@@ -20,12 +20,13 @@
 // Gather: the rows of some fragments lie anywhere. Two warps copy K then and two V, one of which
 // copies Q too; they copy such rows 16 bytes a lane, and their lanes arrive at the stage's barrier
 // when their copies are complete. These are writes of the generic proxy, which wgmma reads in its
-// own: consumers fence between them.
+// own: consumers fence between them. On tiles of 128 columns two warpgroups copy, four warps K and
+// four V, through three stages, for steps with half of the products to the same bytes.
 //
 // Twins: the two CTAs of a cluster hold tasks with equal lists. Each copies half of every step's
 // fragments, into the shared memory of both.
 //
-// Shared memory: Q [warpgroup][64-column slab][64 rows][128 B]; two stages each of K and V
+// Shared memory: Q [warpgroup][64-column slab][64 rows][128 B]; two or three stages each of K and V
 // [8-row group][slab][8 rows][128 B], so a fragment of any multiple of 8 rows is one run of bytes
 // and descriptors have fixed strides. All in the 128-byte swizzle. At head dim 128: 32 + 4 * 48 KB.
 #pragma once
@@ -79,7 +80,8 @@ struct WgmmaConfig {
                 "the registers of all warpgroups are those of the launch");
   // Warps that gather K, and as many that gather V.
   static constexpr int kGatherers = 2 * kCopiers;
-  // That a stage's barrier waits for: of warps that gather, each lane, and of two also TMA's bytes.
+  // That a stage's barrier waits for: of warps that gather each lane, and in gather_kv one more
+  // for the bytes of TMA.
   static constexpr int kArrivals = !kGather ? 1 : kGatherers * (kCopiers == 2 ? 32 : 33);
   static constexpr int kWalkers = kThreads - (kGather ? 0 : 32);  // all but an idle warp
 };
@@ -679,6 +681,7 @@ __device__ __forceinline__ void gather_deep(const WgmmaParams& p, WgmmaStorage<C
   }
 }
 
+// Whichever of the two is the tile's.
 template <typename C, bool kOfV, typename... Arguments>
 __device__ __forceinline__ void gather(Arguments&&... arguments) {
   if constexpr (C::kCopiers == 2) {

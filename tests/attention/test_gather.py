@@ -108,6 +108,19 @@ def test_the_kernel_gathers_what_the_slices_list(
 
 
 @pytest.mark.skipif(compiler() is None, reason="the emulator needs g++, which is not on the PATH")
+@pytest.mark.parametrize("tile", [HOPPER, HOPPER_DEEP])
+def test_tasks_are_taken_again_where_weights_overflow(kernel_cache: Path, tile: Tile) -> None:
+    """The copying warps begin anew, too, with the first task's fragments and rows."""
+    shape = (210, 749)
+    slices, arrays = drawn(64, shape, 0.6), inputs(shape, 128, np.float16)
+    arrays[0] *= 8
+    arrays[1][..., 400:, :] *= 8  # scores far above those of a row's first step
+    machine = Emulator(kernel_cache.parent / "emulated-kernels", seed=1, capacity=2)
+    out, lse = machine.run(slices, *arrays, regime=plan_name(tile, 64, "rows"), arch="sm_90a")
+    check(out, lse, arrays, slices)
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs g++, which is not on the PATH")
 @pytest.mark.parametrize(("arch", *NAMES), ELSEWHERE)
 def test_kernels_of_other_architectures(
     kernel_cache: Path,
