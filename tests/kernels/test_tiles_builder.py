@@ -587,6 +587,8 @@ def test_room_is_enough_for_the_most_parts(
     request, blocks = of_lengths(lengths, sms)
     tasks = check(run, request, blocks)
     assert (len(tasks) - len(lengths), len(tasks.merge_tile)) == (added, merges)
+    made = request.build()
+    assert added + made.merge_capacity <= made.slot_capacity
 
 
 @st.composite
