@@ -21,7 +21,6 @@
 namespace tessera {
 
 // As in organization/organize.py.
-inline constexpr int kPartsPerCta = 4;
 inline constexpr int kFewestParts = 2;  // of a turn of the last round
 inline constexpr int kMostParts = 4;
 
@@ -507,12 +506,12 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
   int turns = 0;
   i64 cut = 0;
   if (fits) {
-    const u32 share = static_cast<u32>(kPartsPerCta * p.capacity);
-    const u64 rounded = static_cast<u64>(all_steps) + share - 1;
-    const u64 of_part = rounded / kPartsPerCta;
-    const u64 fair =
-        of_part >> 31 == 0 ? static_cast<int>(of_part) / p.by_capacity : rounded / share;
-    const int limit = max(p.part_steps, static_cast<int>(fair));
+    const u64 rounded = static_cast<u64>(all_steps) + static_cast<u32>(p.capacity) - 1;
+    const u64 fair = rounded >> 31 == 0 ? static_cast<int>(rounded) / p.by_capacity
+                                        : rounded / static_cast<u32>(p.capacity);
+    // No tile is as long as 2^29 steps, and three times that is still a number of 32 bits.
+    const u64 most = u64{1} << 29;
+    const int limit = max(p.part_steps, static_cast<int>(fair < most ? fair : most));
     turns = order_turns<kRagged>(p, shared, limit);
     fits = turns <= p.task_capacity;
     if (fits && pairs > p.capacity) {

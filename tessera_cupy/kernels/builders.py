@@ -355,17 +355,17 @@ class TileBuild:
     def task_capacity(self) -> int:
         """Tasks at most.
 
-        Cutting long tiles adds 4 tasks for each CTA that runs at a time, the last round 3.
+        Cutting long tiles adds a task for each CTA that runs at a time, the last round 3.
         """
-        return self.pairs + 7 * self.device.capacity
+        return self.pairs + 4 * self.device.capacity
 
     @property
     def merge_capacity(self) -> int:
         """Tiles at most that are cut in parts.
 
-        Long ones are over 1.5 parts of which a CTA finds 4, and the last round has fewer than CTAs.
+        Long ones are over 1.5 shares of a CTA, and the last round has fewer than CTAs.
         """
-        return min(self.pairs, 4 * self.device.capacity)
+        return min(self.pairs, 2 * self.device.capacity)
 
     @property
     def merge_ctas(self) -> int:
@@ -375,7 +375,7 @@ class TileBuild:
     @property
     def slot_capacity(self) -> int:
         """Workspace slots at most: the tasks that cutting adds, and the first part of each tile."""
-        return 7 * self.device.capacity + self.merge_capacity
+        return 4 * self.device.capacity + self.merge_capacity
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Shape and dtype of each array that the kernels write, by its name in the params.

@@ -406,7 +406,7 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
         ("fp16", "bf16"),
         13,
         1,
-        "three warpgroups of 64 parts, past which keys go; they take turns at writing bounds",
+        "three warpgroups of 64 parts, past which keys go; one writes as the others multiply",
         ("sm_90a",),
     ),
     "column_sums": TokenKernel(
@@ -417,7 +417,7 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
         "fit where rows have at most 128 channels",
     ),
     "keep_keys": TokenKernel(
-        (), 16, 1, "a CTA a row, in shared memory; two of 57,600 keys fit where there are 228 KB"
+        (), 8, 1, "a CTA a row, in shared memory; two of 57,600 keys fit where there are 228 KB"
     ),
     "keep_mass": TokenKernel((), 8, 3, "as keep_top; each step sums instead of counting"),
     "route_heads": TokenKernel(

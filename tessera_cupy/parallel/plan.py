@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,7 @@ class ParallelPlan:
         self.layout = options.layout
         self.timeout = checked_timeout(options.timeout)
         self._board = board
-        self._options = options
+        self._options = replace(options, group=None)  # the board's, which does not keep it alive
         self._local = Local(schedule, board.rank)
 
     def __repr__(self) -> str:
@@ -175,7 +175,8 @@ class ParallelPlan:
             RankError, TypeError, ValueError: as of :func:`make_plan`.
         """
         q, kv = (ArraySpec(shape, self.dtype) for shape in self.shapes)
-        return agreed(block_mask(mask), q, kv, kv, self._options, Clock(self.timeout), self)
+        options = replace(self._options, group=self._board.group)
+        return agreed(block_mask(mask), q, kv, kv, options, Clock(self.timeout), self)
 
     def with_deal(self, deal: Deal) -> ParallelPlan:
         """The same plan with heads dealt otherwise; every rank must take the same deal.

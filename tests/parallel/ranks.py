@@ -83,6 +83,31 @@ def subgroup(rank: int) -> Any:
     return out.numpy()
 
 
+def ended_group(rank: int) -> Any:
+    """A group that is destroyed is gone, with its threads, though its plan lives."""
+
+    def threads() -> int:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        return sum("gloo_runloop" in name for name in names)
+
+    before = threads()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    q, k, v = tensors(EVEN, rank)
+    plan = parallel.make_plan(EVEN.mask(), q, k, v, scheme="ulysses", group=group, timeout=60)
+    plan.run(q, k, v)
+    parallel.attention(q, k, v, EVEN.mask(), scheme="ring", group=group, timeout=60)
+    more = threads()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    after = threads()
+    try:
+        plan.run(q, k, v)
+    except ValueError as error:
+        return before, more, after, str(error)
+    return before, more, after, "ran"
+
+
 def keeps_heads(rank: int) -> Any:
     """Heads stay with a mask that is almost alike, and move with another."""
     q = torch.zeros(1, 4, 32, DIM)
@@ -222,7 +247,16 @@ def of_cases(cases: Iterable[Case]) -> dict[str, Job]:
 
 #: By name of a group, how many ranks it has and what they do; a failure is the end of a group.
 GROUPS: dict[str, tuple[int, dict[str, Job]]] = {
-    "two": (2, {**of_cases(TWO), "auto": auto, "keeps heads": keeps_heads, **BAD}),
+    "two": (
+        2,
+        {
+            **of_cases(TWO),
+            "auto": auto,
+            "keeps heads": keeps_heads,
+            "ended group": ended_group,
+            **BAD,
+        },
+    ),
     "four": (4, {**of_cases(FOUR), "plan twice": plan_twice, "subgroup": subgroup}),
     "failing": (2, {"": failing_kernel}),
     "wrong-run": (2, {"": plan_and_wrong_run}),

@@ -15,6 +15,7 @@ import pytest
 from tessera_cupy.bench.corpus import Source
 from tessera_cupy.bench.mask_file import _key
 from tessera_cupy.bench.parallel_request import FAMILY, with_text
+from tessera_cupy.cli import main
 from tessera_cupy.video import VideoGrid
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,11 @@ def test_every_scheme_is_compared_and_timed(tmp_path: Path) -> None:
     assert [row["sent_bytes"]["total"] for row in rows[:2]] == [2 * 4 * 2 * 320 * 64] * 2
     assert "| ulysses | count |" in page.read_text()
     assert "torchrun --nproc-per-node 2 -m tessera_cupy" in page.read_text()
+    (tmp_path / "run.json").write_text(done.stdout)
+    before = page.read_text()
+    page.write_text("<!-- bench:parallel -->\n<!-- /bench:parallel -->\n")
+    assert main(["bench", "report", str(tmp_path / "run.json"), "--into", str(page)]) == 0
+    assert page.read_text() == before
 
 
 @pytest.mark.parallel
@@ -124,8 +130,6 @@ if rank == 1:
 
 @pytest.mark.parallel
 def test_torchrun_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    from tessera_cupy.cli import main
-
     assert main(["bench", "parallel"]) == 1
     assert "Fix: run `torchrun --nproc-per-node 2 -m" in capsys.readouterr().err
 

@@ -99,6 +99,14 @@ def test_groups_may_be_parts_of_all_ranks(found: Found) -> None:
         np.testing.assert_allclose(out, local(expected, case.q, rank // 2, "BHSD"), atol=2e-5)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_destroyed_group_is_not_kept_alive(found: Found) -> None:
+    for before, during, after, text in done(found, "two", "ended group"):
+        assert during > before
+        assert after == before
+        assert text.startswith("`group`: expected a process group, got one that was destroyed")
+
+
 def test_auto_takes_one_scheme_on_all_ranks(found: Found) -> None:
     case = TWO[0]
     expected = reference.attention(*case.arrays(), case.mask())
