@@ -30,8 +30,8 @@ MOST_TURNS = 4
 LEAST_BYTES = 4e6
 WORTH = 0.005
 
-#: Share of a transfer's time that attention loses to it: little, as on 2 H200 attention in four turns
-#: took no longer than in one.
+#: Share of a transfer's time that attention loses to it: little, as on 2 H200 attention in four
+#: turns took no longer than in one.
 _HELD = 0.05
 # What a turn's own launch, last round and copies cost, milliseconds.
 _TURN_MS = 0.03
