@@ -219,8 +219,8 @@ _ = figure.legend(loc="outside right center", frameon=False)
 # %% [markdown]
 # `compile_table` finds the edges with a decision tree. The tree may only cut where it helps on
 # masks of a source that it did not see, and a regime has at least 32 cases. So a table is coarser
-# than the dots; it should hold for your masks, and not only for these. Here it cuts by *rows*, heads
-# times tokens: how many tiles there are hangs on both.
+# than the dots; it should hold for your masks, and not only for these. Here it cuts by *rows*,
+# heads times tokens: how many tiles there are hangs on both.
 
 # %%
 measured = Measurements(
