@@ -198,7 +198,7 @@ def test_long_tiles_are_split_and_merged(request_of: Any, rng: Any) -> None:
 
 
 def test_more_split_tiles_than_are_merged_at_a_time(request_of: Any, rng: Any) -> None:
-    # Of 538 steps, a share is 60: four tiles are cut in nine parts, a round, and the rest in thirds.
+    # Of 538 steps, a share is 60: four tiles are cut in nine parts, a round, the rest in thirds.
     steps = rng.permutation([91, 91, 91, 121, *[24] * 6])
     blocks = rng.permuted(np.arange(242) < 2 * steps[:, None], axis=1)
     made = request_of((64, 32), blocks=blocks[None, None])
