@@ -128,7 +128,7 @@ __device__ __forceinline__ void copy_bounds(const KeyBoundsWgmmaParams& p, KeyBo
       const u32 barrier = smem_address(&s.full[tile.stage]);
       mbarrier_wait(smem_address(&s.empty[tile.stage]), tile.phase ^ 1u);
       if (lane == 0) {
-        mbarrier_arrive_expect(barrier, p.slabs * S::kColumnsSlab);
+        mbarrier_expect(barrier, p.slabs * S::kColumnsSlab);
         for (int slab = 0; slab < p.slabs; ++slab)
           tma_load_4d(smem_address(s.keys[tile.stage]) + slab * S::kColumnsSlab, &p.keys, barrier,
                       slab * 64, from, piece.plane, 0);
@@ -140,9 +140,7 @@ __device__ __forceinline__ void copy_bounds(const KeyBoundsWgmmaParams& p, KeyBo
         s.lengths[tile.stage][i + lane] =
             key >= p.begin && key < p.end ? __ldg(lengths + key) : __uint_as_float(0x7fffffffu);
       }
-      __syncwarp();
-      // Of the lane that arrived already the others release what it wrote.
-      if (lane != 0) mbarrier_arrive(barrier);
+      mbarrier_arrive(barrier);  // each lane releases what it wrote
       __syncwarp();
       tile.next();
     }
