@@ -402,16 +402,16 @@ def test_offsets_that_end_early_or_fall_are_found(
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("group", "dim", "expected"),
+    ("group", "dim", "expected", "origin", "regime"),
     [
-        (64, 64, "attend_wgmma/q128k192/share-gather"),
-        (128, 128, "attend_wgmma/q128k192/retain-gather"),
-        (192, 80, "attend_wgmma/q128k192/split-gather"),
-        (128, 256, "attend_mma/q64k32/split-gather"),
+        (64, 64, "attend_wgmma/q128k128/share-gather", "keys", "slices q33-64 "),
+        (128, 128, "attend_wgmma/q128k192/retain-gather", "keys", "slices q65-128 "),
+        (192, 80, "attend_wgmma/q128k192/split-gather", "reasoned", "reasoned slices q192 "),
+        (128, 256, "attend_mma/q64k32/split-gather", "reasoned", "reasoned slices q128-192 "),
     ],
 )
 def test_auto_gathers_and_waits_once_for_64_bytes(
-    gpu: Any, group: int, dim: int, expected: str
+    gpu: Any, group: int, dim: int, expected: str, origin: str, regime: str
 ) -> None:
     shape = (300, 210)
     kept = drawn(group, shape, 0.2, (1, 2))
@@ -427,8 +427,10 @@ def test_auto_gathers_and_waits_once_for_64_bytes(
     assert plan.spec.name == f"{expected}/longest+split"
     text = plan.explain()
     assert f"slices of {group} rows by single keys" in text
-    assert "single keys are gathered" in text
-    assert f"sm90 slices q{group}" in text
+    assert plan.choice.origin == origin
+    assert ("single keys are gathered" in plan.choice.why) == (origin == "reasoned")
+    assert plan.choice.why in text
+    assert f"sm90 {regime}" in text
 
 
 @needs_compiler
