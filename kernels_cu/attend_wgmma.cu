@@ -20,12 +20,13 @@
 // Gather: the rows of some fragments lie anywhere. Two warps copy K then and two V, one of which
 // copies Q too; they copy such rows 16 bytes a lane, and their lanes arrive at the stage's barrier
 // when their copies are complete. These are writes of the generic proxy, which wgmma reads in its
-// own: consumers fence between them.
+// own: consumers fence between them. On tiles of 128 columns two warpgroups copy, four warps K and
+// four V, through three stages, for steps with half of the products to the same bytes.
 //
 // Twins: the two CTAs of a cluster hold tasks with equal lists. Each copies half of every step's
 // fragments, into the shared memory of both.
 //
-// Shared memory: Q [warpgroup][64-column slab][64 rows][128 B]; two stages each of K and V
+// Shared memory: Q [warpgroup][64-column slab][64 rows][128 B]; two or three stages each of K and V
 // [8-row group][slab][8 rows][128 B], so a fragment of any multiple of 8 rows is one run of bytes
 // and descriptors have fixed strides. All in the 128-byte swizzle. At head dim 128: 32 + 4 * 48 KB.
 #pragma once
@@ -37,22 +38,23 @@
 
 namespace tessera {
 
-template <typename T_, int kHeadDim_, int kTileQ_, int kTileKV_, bool kTwins_, bool kBits_,
-          bool kGather_>
+template <typename T_, int kHeadDim_, int kTileQ_, int kTileKV_, int kStages_, bool kTwins_,
+          bool kBits_, bool kGather_>
 struct WgmmaConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kTileQ = kTileQ_;
   static constexpr int kTileKV = kTileKV_;
   static constexpr bool kTwins = kTwins_;
-  static constexpr bool kBits = kBits_;      // fragments may have token bits
-  static constexpr bool kGather = kGather_;  // rows of fragments may lie anywhere
-  static constexpr int kStages = 2;
+  static constexpr bool kBits = kBits_;                        // fragments may have token bits
+  static constexpr bool kGather = kGather_;                    // rows of fragments may lie anywhere
+  static constexpr int kStages = kStages_;                     // of K, and of V
   static constexpr int kWarpgroups = kTileQ / 64;              // that multiply
   static constexpr bool kHalves = kWarpgroups == 2 && !kBits;  // tiles may be of halves
   static constexpr u32 kAll = (1u << kWarpgroups) - 1u;
-  static constexpr int kSets = kAll;  // sets of warpgroups
-  static constexpr int kThreads = 128 * (1 + kWarpgroups);
+  static constexpr int kSets = kAll;                                  // sets of warpgroups
+  static constexpr int kCopiers = kGather && kTileKV == 128 ? 2 : 1;  // warpgroups that copy
+  static constexpr int kThreads = 128 * (kCopiers + kWarpgroups);
   static constexpr int kSlabs = kHeadDim / 64;
   static constexpr int kQBytes = 64 * kHeadDim * 2;  // of one warpgroup
   static constexpr int kTileBytes = kTileKV * kHeadDim * 2;
@@ -66,17 +68,21 @@ struct WgmmaConfig {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "one or two slabs of 64 columns");
   static_assert(kTileKV == 128 || kTileKV == 192, "the shapes of wgmma_qk");
   static_assert(kTileQ == 128 || kTileQ == 192, "two or three warpgroups of 64 rows");
+  static_assert(!kTwins || kStages == 2, "steps of twins begin at even numbers");
   static_assert(!kGather || (kTileQ == 128 && !kTwins && !kBits),
                 "gathered fragments use the bit of a group that tiles of 128 rows lack");
   // Registers of a thread: the producer's and a consumer's.
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : kCopiers == 2 ? 48 : 24;
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kCopiers == 2 ? 208 : 240;
   // setmaxnreg waits for ever where a CTA asks for more than it was launched with.
-  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
-                    (1 + kWarpgroups) * (65536 / kThreads / 8 * 8),
+  static_assert(kCopiers * kProducerRegisters + kWarpgroups * kConsumerRegisters <=
+                    (kCopiers + kWarpgroups) * (65536 / kThreads / 8 * 8),
                 "the registers of all warpgroups are those of the launch");
-  // That a stage's barrier waits for: of two warps that gather, each lane and the bytes of TMA.
-  static constexpr int kArrivals = kGather ? 2 * 33 : 1;
+  // Warps that gather K, and as many that gather V.
+  static constexpr int kGatherers = 2 * kCopiers;
+  // That a stage's barrier waits for: of warps that gather each lane, and in gather_kv one more
+  // for the bytes of TMA.
+  static constexpr int kArrivals = !kGather ? 1 : kGatherers * (kCopiers == 2 ? 32 : 33);
   static constexpr int kWalkers = kThreads - (kGather ? 0 : 32);  // all but an idle warp
 };
 
@@ -477,6 +483,211 @@ __device__ __forceinline__ void gather_kv(const WgmmaParams& p, WgmmaStorage<C>&
       }
       if (parts != 0u) cp_async_arrive(barrier);
     }
+  }
+}
+
+// Reads the fragments of one step after the other of all the CTA's tasks, a lane each.
+template <typename C>
+struct FragmentsAhead {
+  const WgmmaParams& p;
+  const int count;  // of tasks
+  int task;
+  int left;        // steps of it
+  int index;       // of the lane's fragment in its list
+  int limit;       // the list's end, 0 for lanes without a fragment
+  int index_step;  // from one step to the next
+  const u64* list;
+
+  __device__ __forceinline__ FragmentsAhead(const WgmmaParams& params, int tasks)
+      : p(params), count(tasks) {
+    restart();
+  }
+
+  // Before the first task.
+  __device__ __forceinline__ void restart() {
+    task = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
+    left = 0;
+  }
+
+  // The next step's, start and info; nothing behind the last one.
+  __device__ __forceinline__ u64 next() {
+    constexpr int kForEver = 1 << 30;
+    while (left == 0) {
+      task += gridDim.x;
+      if (task >= count) {
+        left = kForEver;
+        index = index_step = limit = 0;
+        break;
+      }
+      const Task& at = p.tasks[task];
+      const int lane = threadIdx.x & 31;
+      const bool back = (at.flags & kReverse) != 0;
+      index_step = C::kTileKV >> p.slot_log2;
+      limit = lane < index_step ? at.frag_count : 0;
+      list = reinterpret_cast<const u64*>(p.frags + at.frag_begin);
+      index = (back ? at.end - 1 : at.begin) * index_step + lane;
+      if (back) index_step = -index_step;
+      left = __shfl_sync(~0u, at.end - at.begin, 0);  // uniform, to ptxas as well
+    }
+    const u64 raw = index < limit ? __ldg(list + index) : 0ull;
+    index += index_step;
+    --left;
+    return raw;
+  }
+};
+
+// The same on tiles of 128 columns, by twice as many warps, each of which copies 32 neighbouring
+// rows of every step. Their time is short here, not their registers: what depends on a task alone
+// is worked out once a task. Fragments are read three steps ahead and rows are looked up two steps
+// ahead, whichever task those steps are of, so that neither is waited for.
+template <typename C, bool kOfV>
+__device__ __forceinline__ void gather_deep(const WgmmaParams& p, WgmmaStorage<C>& smem, int part,
+                                            u8* tiles, u64 (*full)[C::kStages],
+                                            u64 (*empty)[C::kStages], const TensorMap* rows,
+                                            const TensorMap* whole, const u16* source,
+                                            const Strides& stride) {
+  static_assert(C::kTileKV == 32 * C::kGatherers, "a lane a row");
+  constexpr i32 kWhole = -1;  // of a fragment that is not gathered
+  const int lane = pinned(threadIdx.x & 31);
+  const int own = lane / 8;  // of four rows that are copied at once, 16 bytes a lane
+  const int chunk = lane % 8;
+  const int slot = 1 << p.slot_log2;
+  const u32 fragment_bytes = slot * C::kHeadDim * 2;
+  const u32 row_bytes = static_cast<u32>(stride.row) * 2u;
+  const u32 target =
+      smem_address(tiles) + part * (4 * C::kGroupBytes) + own * 128 + ((chunk ^ own) << 4);
+  // The row that the lane looks up: its eight lanes copy that of the i-th one in their i-th copy.
+  const int column = part * 32 + chunk * 4 + own;
+  const int of_fragment = pinned(column >> p.slot_log2);
+  const int place = pinned(column & (slot - 1));
+  const u32 lacking = pinned(C::kHeadDim - p.head_dim);  // channels
+
+  TaskWalk<C> walk(p, smem);
+  FragmentsAhead<C> ahead(p, walk.count);
+  Fragment f{0, 0u};   // of the step at hand
+  Fragment f1{0, 0u};  // of the step after it
+  u64 f2 = 0;          // of the second step after it: one register pair, to be read into
+  i32 key = kWhole;    // the row to copy in the step at hand
+  i32 key1 = kWhole;   // in the step after it
+  // Goes on by a step. Behind a fragment's end any row does. Moves come before the reads into what
+  // they free: ptxas would put them behind, where they wait.
+  auto advance = [&]() {
+    f = f1;
+    f1 = {pinned(static_cast<int>(f2)), static_cast<u32>(pinned(static_cast<int>(f2 >> 32)))};
+    const int start = __shfl_sync(~0u, f1.start, of_fragment);
+    const u32 info = __shfl_sync(~0u, f1.info, of_fragment);
+    key = pinned(key1);
+    key1 = (info & kGathered) == 0u ? kWhole : 0;
+    if (key1 == 0 && place < static_cast<int>(info >> 24))
+      key1 = __ldg(p.rows + static_cast<u32>(start + place));
+    __syncwarp();
+    f2 = ahead.next();
+  };
+
+  u32 stage = 0;
+  u32 phases = 0;  // of releases, by (stage, warpgroup)
+  u32 held = 0;    // bit (stage, warpgroup): it has a part in the stage's last step
+  u32 q_phase = 0;
+  bool begun = false;
+  while (walk.index >= 0) {
+    const Task& task = walk.task();
+    if (kOfV && part == C::kGatherers - 1) {
+      q_phase ^= 1u;
+      load_q<C>(p, smem, task, q_phase, lane);
+    }
+    if (!__any_sync(~0u, begun)) {
+      begun = true;
+      f2 = ahead.next();
+      advance();
+      advance();
+    }
+    const u32 existing = existing_groups<C>(task.rows);
+    const int batch = task.head / p.q_heads;
+    const int head = task.head % p.q_heads / p.q_per_kv;
+    const u64 of_lane =
+        reinterpret_cast<u64>(source + batch * stride.batch + head * stride.head) + chunk * 16;
+    int left = __shfl_sync(~0u, task.end - task.begin, 0);  // uniform, to ptxas as well
+#pragma unroll 1
+    for (; left > 0; --left) {
+      const bool loaded = f.info >> 24 != 0u && (f.info & 0xffffffu) != 0u;
+      const u32 parts = parts_of_step<C>(loaded, f.info, existing);
+      if (parts != 0u) {
+        const u32 barrier = smem_address(&full[parts - 1][stage]);
+#pragma unroll
+        for (int w = 0; w < C::kWarpgroups; ++w) {
+          const u32 of = stage * C::kWarpgroups + w;
+          if (held >> of & 1u) {
+            mbarrier_wait(smem_address(&empty[w][stage]), phases >> of & 1u);
+            phases ^= 1u << of;
+          }
+        }
+        held = (held & ~(C::kAll << (stage * C::kWarpgroups))) | parts << (stage * C::kWarpgroups);
+        const bool own_whole = loaded && (f.info & kGathered) == 0u && lane % C::kGatherers == part;
+        const u32 wholes = __ballot_sync(~0u, own_whole);
+        if (wholes != 0u) {
+          if (lane == 0) mbarrier_expect(barrier, __popc(wholes) * fragment_bytes);
+          __syncwarp();
+          if (own_whole) {
+            const u32 to = smem_address(tiles) + stage * C::kTileBytes + lane * fragment_bytes;
+            if (f.start + slot <= p.whole_rows) {
+              tma_load_5d(to, whole, barrier, f.start & 7, f.start >> 3,
+                          batch * (p.q_heads / p.q_per_kv) + head);
+            } else {
+#pragma unroll 1
+              for (int i = 0; i < slot / 8 * C::kSlabs; ++i)
+                tma_load_4d(to + i * 1024, rows, barrier, i % C::kSlabs * 64,
+                            f.start + i / C::kSlabs * 8, head, batch);
+            }
+          }
+          __syncwarp();
+        }
+        // Copy i takes rows 4 i to 4 i + 3; odd ones lie 512 bytes behind even ones.
+        const u32 even = target + stage * C::kTileBytes;
+        const u32 odd = (even ^ 64u) + 512;
+        const u32 gathered = __ballot_sync(~0u, key != kWhole);
+        const u32 offset = key * row_bytes;
+        if ((~gathered | lacking) == 0u) {
+          u64 row[8];
+#pragma unroll
+          for (int i = 0; i < 8; ++i) row[i] = of_lane + __shfl_sync(~0u, offset, i, 8);
+#pragma unroll
+          for (int i = 0; i < 8; ++i)
+#pragma unroll
+            for (int slab = 0; slab < C::kSlabs; ++slab)
+              cp_async16((i % 2 == 0 ? even : odd) + slab * 1024 + i / 2 * C::kGroupBytes,
+                         row[i] + slab * 128, true);
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < 8; ++i) {
+            if ((gathered >> i & 1u) == 0u) continue;  // four rows are of one fragment
+            const u64 row = of_lane + __shfl_sync(~0u, offset, i, 8);
+#pragma unroll
+            for (int slab = 0; slab < C::kSlabs; ++slab)
+              cp_async16((i % 2 == 0 ? even : odd) + slab * 1024 + i / 2 * C::kGroupBytes,
+                         row + slab * 128, slab * 64 + chunk * 8 < p.head_dim);
+          }
+        }
+        cp_async_arrive(barrier);
+      }
+      stage = stage + 1 == C::kStages ? 0 : stage + 1;
+      advance();
+    }
+    const bool last = !walk.more();
+    walk.next();
+    if (last) {
+      ahead.restart();
+      begun = false;
+    }
+  }
+}
+
+// Whichever of the two is the tile's.
+template <typename C, bool kOfV, typename... Arguments>
+__device__ __forceinline__ void gather(Arguments&&... arguments) {
+  if constexpr (C::kCopiers == 2) {
+    gather_deep<C, kOfV>(arguments...);
+  } else {
+    gather_kv<C, kOfV>(arguments...);
   }
 }
 
@@ -1053,15 +1264,16 @@ __device__ __forceinline__ void attend_wgmma(const WgmmaParams& params, TaskTime
   if (C::kTwins) cluster_sync();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32 % 4, 0);
-  if (warpgroup == 0) {
+  if (warpgroup < C::kCopiers) {
     registers_decrease<C::kProducerRegisters>();
     if constexpr (C::kGather) {
+      const int part = (C::kCopiers == 2 ? 2 * warpgroup : 0) + warp / 2;
       if (warp % 2 == 0) {
-        gather_kv<C, false>(params, smem, warp / 2, smem.k, smem.k_full, smem.k_empty,
-                            &params.k_rows, &params.k_fragment, params.k, params.k_stride);
+        gather<C, false>(params, smem, part, smem.k, smem.k_full, smem.k_empty, &params.k_rows,
+                         &params.k_fragment, params.k, params.k_stride);
       } else {
-        gather_kv<C, true>(params, smem, warp / 2, smem.v, smem.v_full, smem.v_empty,
-                           &params.v_rows, &params.v_fragment, params.v, params.v_stride);
+        gather<C, true>(params, smem, part, smem.v, smem.v_full, smem.v_empty, &params.v_rows,
+                        &params.v_fragment, params.v, params.v_stride);
       }
     } else {
       if (warp == 0)
@@ -1074,8 +1286,9 @@ __device__ __forceinline__ void attend_wgmma(const WgmmaParams& params, TaskTime
     }
   } else {
     registers_increase<C::kConsumerRegisters>();
-    const Clock clock(times, warpgroup - 1, C::kWarpgroups, threadIdx.x % 128 == 0);
-    WgmmaConsumer<C>(params, smem, warpgroup - 1, warp).run(clock);
+    const int multiplies = warpgroup - C::kCopiers;
+    const Clock clock(times, multiplies, C::kWarpgroups, threadIdx.x % 128 == 0);
+    WgmmaConsumer<C>(params, smem, multiplies, warp).run(clock);
   }
   // Neither CTA may end while the other writes to its memory.
   if (C::kTwins) cluster_sync();
@@ -1091,19 +1304,19 @@ __device__ __forceinline__ void attend_wgmma(const Timed<WgmmaParams>& timed) {
 }  // namespace tessera
 
 // The one entry of a specialisation, and the one that keeps time: element type, head dim, tile
-// rows, tile columns, whether pairs of CTAs share lists, whether fragments have token bits, whether
-// their rows may lie anywhere.
+// rows, tile columns, stages, whether pairs of CTAs share lists, whether fragments have token bits,
+// whether their rows may lie anywhere.
 #define TESSERA_CLUSTER_true __cluster_dims__(2, 1, 1)
 #define TESSERA_CLUSTER_false
 #define TESSERA_ATTEND_WGMMA(...) TESSERA_ATTEND_WGMMA_OF(tessera::WgmmaParams, __VA_ARGS__)
 #define TESSERA_ATTEND_WGMMA_TIMED(...) \
   TESSERA_ATTEND_WGMMA_OF(tessera::Timed<tessera::WgmmaParams>, __VA_ARGS__)
-#define TESSERA_ATTEND_WGMMA_OF(PARAMS, T, kHeadDim, kTileQ, kTileKV, kTwins, kBits, kGather) \
-  extern "C" __global__ void TESSERA_CLUSTER_##kTwins __launch_bounds__(                      \
-      tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits,              \
-                           kGather>::kThreads,                                                \
-      1) attend(const __grid_constant__ PARAMS params) {                                      \
-    tessera::attend_wgmma<                                                                    \
-        tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kTwins, kBits, kGather>>( \
-        params);                                                                              \
+#define TESSERA_ATTEND_WGMMA_OF(PARAMS, T, kHeadDim, kTileQ, kTileKV, kStages, kTwins, kBits,  \
+                                kGather)                                                       \
+  extern "C" __global__ void TESSERA_CLUSTER_##kTwins __launch_bounds__(                       \
+      tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kStages, kTwins, kBits,      \
+                           kGather>::kThreads,                                                 \
+      1) attend(const __grid_constant__ PARAMS params) {                                       \
+    tessera::attend_wgmma<tessera::WgmmaConfig<tessera::T, kHeadDim, kTileQ, kTileKV, kStages, \
+                                               kTwins, kBits, kGather>>(params);               \
   }

@@ -7,25 +7,26 @@
 // as float16. Keys that do not compete are NaN. Products are summed in float32 in the order of
 // wgmma; the rest is rounded step by step as there.
 //
-// A step is 192 parts by 128 keys. The steps of all planes lie in a line, keys innermost, and each
-// CTA takes an equal piece of it: its parts stay in shared memory while keys pass, and change once
-// or twice. Warpgroups whose 64 parts are all behind the last one multiply nothing.
+// A step is 192 parts by 128 keys. A team of CTAs multiplies the same keys at about the same time,
+// each with parts of its own, so that keys come from memory once for all of a team. Teams take
+// equal pieces of the line of all planes' keys, so a CTA's parts stay in shared memory while keys
+// pass, and change once or twice. Where there are more parts than a team has, keys pass once more
+// for each band of them. Warpgroups whose 64 parts are all behind the last one multiply nothing.
 //
-// Roles: three warpgroups multiply 64 parts each; warp 12 copies. The warpgroups take turns at what
-// follows a product, so that the others' products go on beside it. A thread has 16 pairs of
-// neighbouring keys of two parts. The four lanes of a row exchange pairs so that each has 16 bytes
-// of it, and a warp's store is 64 bytes of eight rows, two of which one after the other are whole
-// lines. The parts of a group are in the same column of lanes 4 and 8 apart.
+// Roles: three warpgroups multiply 64 parts each, and what follows a product of one goes on beside
+// the others' products; warp 12 copies. A thread has 16 pairs of neighbouring keys of two parts.
+// The four lanes of a row exchange pairs so that each has 16 bytes of it, and a warp's store is 64
+// bytes of eight rows, two of which one after the other are whole lines. The parts of a group are
+// in the same column of lanes 4 and 8 apart.
 //
 // Shared memory, in the 128-byte swizzle: parts [64-column slab][192 rows][128 B], 48 KB; keys
 // [4][slab][128 rows][128 B], 128 KB, and 128 lengths a stage.
 //
-// Expected on an H200, a prediction, for 900 groups x 57,600 keys x 8 heads x d 128: 18,000 steps,
-// 137 a CTA. A step's bounds are 48 KB, which take 2,900 cycles at 3.8 TB/s for all
-// multiprocessors: 830 MB at 3.5 to 4.0 TB/s are 0.21 to 0.24 ms. Beside them 15 tiles of 64 rows a
-// head, 113 GFLOP: 1,536 cycles a step, 0.17 ms at 650 TFLOP/s, and 410 instructions a warp after
-// each product, 1,230 cycles and more for three warpgroups in turn; 0.6 GB of keys from L2, 2.6
-// TB/s. In all 0.25 to 0.30 ms.
+// Expected on an H200, a prediction, for 900 groups x 57,600 keys x 8 heads x d 128: 26 teams of 5,
+// 139 steps a CTA. 830 MB of bounds and 118 MB of keys at 3.5 to 3.8 TB/s are 0.25 to 0.27 ms,
+// 3,200 cycles a step, in which a warpgroup multiplies in 512 to 1,536 and writes in 900 to 1,300;
+// keys from L2 0.6 GB. In all 0.25 to 0.29 ms. With keys innermost and each CTA elsewhere, and
+// turns at what follows a product, 0.40 were measured: keys came from memory five times.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -48,9 +49,10 @@ struct KeyBoundsWgmmaParams {
   i32 pitch;  // 128 column_tiles
   i32 begin;  // keys from here to `end` compete
   i32 end;
-  i32 row_tiles;     // of 192
+  i32 planes;
+  i32 team;          // CTAs that multiply the same keys, 192 parts each
   i32 column_tiles;  // of 128
-  i32 steps;         // of all planes
+  i32 steps;         // of all teams: bands x planes x column_tiles
   i32 slabs;         // of 64 elements a row: 1 or 2
   float scale;
 };
@@ -76,28 +78,30 @@ struct KeyBoundsStorage {
 struct BoundsPiece {
   int step;  // the first one of the piece
   int stop;  // the first one that is not in it
-  int last;  // the first one of the next CTA
+  int last;  // the first one of the next team
   int plane;
   int first_row;
   int column;  // of the first step
 
   __device__ __forceinline__ explicit BoundsPiece(const KeyBoundsWgmmaParams& p)
-      : stop(edge(p, blockIdx.x)), last(edge(p, blockIdx.x + 1)) {
+      : stop(edge(p, blockIdx.x / p.team)), last(edge(p, blockIdx.x / p.team + 1)) {
     next(p);
   }
   __device__ __forceinline__ bool valid() const { return step < last; }
   __device__ __forceinline__ void next(const KeyBoundsWgmmaParams& p) {
     step = stop;
     const int item = step / p.column_tiles;
-    plane = item / p.row_tiles;
-    first_row = item % p.row_tiles * KeyBoundsStorage::kRows;
+    const int band = item / p.planes;
+    plane = item - band * p.planes;
+    first_row = (band * p.team + blockIdx.x % p.team) * KeyBoundsStorage::kRows;
     column = step - item * p.column_tiles;
     stop = min(last, (item + 1) * p.column_tiles);
   }
 
  private:
-  static __device__ __forceinline__ int edge(const KeyBoundsWgmmaParams& p, u32 cta) {
-    return static_cast<int>(static_cast<u64>(cta) * static_cast<u32>(p.steps) / gridDim.x);
+  static __device__ __forceinline__ int edge(const KeyBoundsWgmmaParams& p, u32 team) {
+    const u32 teams = gridDim.x / p.team;
+    return static_cast<int>(static_cast<u64>(team) * static_cast<u32>(p.steps) / teams);
   }
 };
 
@@ -124,7 +128,7 @@ __device__ __forceinline__ void copy_bounds(const KeyBoundsWgmmaParams& p, KeyBo
       const u32 barrier = smem_address(&s.full[tile.stage]);
       mbarrier_wait(smem_address(&s.empty[tile.stage]), tile.phase ^ 1u);
       if (lane == 0) {
-        mbarrier_arrive_expect(barrier, p.slabs * S::kColumnsSlab);
+        mbarrier_expect(barrier, p.slabs * S::kColumnsSlab);
         for (int slab = 0; slab < p.slabs; ++slab)
           tma_load_4d(smem_address(s.keys[tile.stage]) + slab * S::kColumnsSlab, &p.keys, barrier,
                       slab * 64, from, piece.plane, 0);
@@ -136,9 +140,7 @@ __device__ __forceinline__ void copy_bounds(const KeyBoundsWgmmaParams& p, KeyBo
         s.lengths[tile.stage][i + lane] =
             key >= p.begin && key < p.end ? __ldg(lengths + key) : __uint_as_float(0x7fffffffu);
       }
-      __syncwarp();
-      // Of the lane that arrived already the others release what it wrote.
-      if (lane != 0) mbarrier_arrive(barrier);
+      mbarrier_arrive(barrier);  // each lane releases what it wrote
       __syncwarp();
       tile.next();
     }
@@ -167,9 +169,6 @@ __device__ __forceinline__ void multiply_bounds(const KeyBoundsWgmmaParams& p, K
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5 & 3;
   const int quad_lane = lane & 3;
-  auto take_turn = [warpgroup] { named_barrier_sync(1 + warpgroup, 256); };
-  auto give_turn = [warpgroup] { named_barrier_arrive(1 + (warpgroup + 1) % S::kWarpgroups, 256); };
-  if (warpgroup == S::kWarpgroups - 1) give_turn();
 
   const u32 a_low = descriptor_low(smem_address(s.centres + warpgroup * 64 * 128), 16);
   RingPlace<1> rows;
@@ -212,7 +211,6 @@ __device__ __forceinline__ void multiply_bounds(const KeyBoundsWgmmaParams& p, K
         wgmma_commit();
         wgmma_wait<0>();
       }
-      take_turn();
       if (some) {
         const float2* const lengths =
             reinterpret_cast<const float2*>(s.lengths[tile.stage] + 2 * quad_lane);
@@ -251,7 +249,6 @@ __device__ __forceinline__ void multiply_bounds(const KeyBoundsWgmmaParams& p, K
         for (int i = 0; i < 2; ++i)
           if (out[i] != nullptr) out[i] += S::kColumns;
       }
-      give_turn();
       __syncwarp();  // all lanes have read their lengths
       if (lane == 0) mbarrier_arrive(smem_address(&s.empty[tile.stage]));
       tile.next();
@@ -260,7 +257,6 @@ __device__ __forceinline__ void multiply_bounds(const KeyBoundsWgmmaParams& p, K
     __syncwarp();
     rows.next();
   }
-  if (warpgroup == 0) take_turn();  // the one that nobody took
 }
 
 template <typename T, int kWarps>

@@ -509,7 +509,9 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
     const u64 rounded = static_cast<u64>(all_steps) + static_cast<u32>(p.capacity) - 1;
     const u64 fair = rounded >> 31 == 0 ? static_cast<int>(rounded) / p.by_capacity
                                         : rounded / static_cast<u32>(p.capacity);
-    const int limit = max(p.part_steps, static_cast<int>(fair));
+    // No tile is as long as 2^29 steps, and three times that is still a number of 32 bits.
+    const u64 most = u64{1} << 29;
+    const int limit = max(p.part_steps, static_cast<int>(fair < most ? fair : most));
     turns = order_turns<kRagged>(p, shared, limit);
     fits = turns <= p.task_capacity;
     if (fits && pairs > p.capacity) {

@@ -152,21 +152,21 @@ draw_plans({order: plan_of(long_rows, 8, wide, order) for order in orders})
 # Two tiles of each of the eight heads are long: sixteen tasks keep sixteen slots busy, and the
 # others wait. Longest first does not help: one long task takes most of the time by itself, and its
 # slot gets every 132nd task all the same. Cut in parts, the long tiles are spread over all slots,
-# and the whole is predicted to end in a little more than half the time.
+# and the whole is predicted to end in two thirds of the time.
 #
 # ## Splitting is not free
 #
-# A part starts its pipeline anew, and writes a sum that the merge reads again. The same mask of
-# SPADE with four heads has fewer than two tasks for each slot, so `split` cuts them:
+# A part starts its pipeline anew, and writes a sum that the merge reads again. One head of the same
+# mask of SPADE has fewer tiles than there are slots, so `split` cuts them:
 
 # %%
-half = BlockMask.from_dense(mask.to_dense()[:, :4], (64, 64), mask.shape)
+one = BlockMask.from_dense(mask.to_dense()[:, :1], (64, 64), mask.shape)
 print(
     f"{'mask':<12} {'order':<14} {'tasks':>6} {'split':>6} {'predicted':>11} {'load balance':>13}"
 )
 for name, which, heads, kernel in (
     ("8 heads", mask, 8, KERNEL),
-    ("4 heads", half, 4, KERNEL),
+    ("1 head", one, 1, KERNEL),
     ("long rows", long_rows, 8, wide),
 ):
     for order in orders:
@@ -178,8 +178,9 @@ for name, which, heads, kernel in (
         print(f"{1000 * made.ms:>8.1f} us {balance:>13.2f}")
 
 # %% [markdown]
-# Look at the lines of four heads. Here the model expects splitting to cost more than it gains. Such
-# cases are why the choice between plans is measured, and kept in tables: that is notebook 04.
+# Look at the lines of one head. Its parts are a few more than the slots, so some slots get two, and
+# the model expects splitting to cost more than it gains. Such cases are why the choice between
+# plans is measured, and kept in tables: that is notebook 04.
 #
 # ## Heads within L2
 #
@@ -191,6 +192,7 @@ for name, which, heads, kernel in (
 # MB, that of an A100 has 40 MB.
 
 # %%
+half = BlockMask.from_dense(mask.to_dense()[:, :4], (64, 64), mask.shape)
 small = "attend_mma/q64k64/retain-pack"
 cards = {"sm_86": "one head at a time", "sm_80": "all heads at once"}
 draw_plans({said: plan_of(half, 4, small, "longest", arch) for arch, said in cards.items()})
@@ -211,7 +213,6 @@ draw_plans({said: plan_of(half, 4, small, "longest", arch) for arch, said in car
 # step: up the axis are the keys that it reads. Light is early in the task, dark is late.
 
 # %%
-one = BlockMask.from_dense(mask.to_dense()[:, :1], (64, 64), mask.shape)
 figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained", sharey=True)
 for ax, order in zip(axes, ("rows", "runs", "alternate"), strict=True):
     plan = plan_of(one, 1, small, order, "sm_80")

@@ -219,7 +219,8 @@ _ = figure.legend(loc="outside right center", frameon=False)
 # %% [markdown]
 # `compile_table` finds the edges with a decision tree. The tree may only cut where it helps on
 # masks of a source that it did not see, and a regime has at least 32 cases. So a table is coarser
-# than the dots; it should hold for your masks, and not only for these.
+# than the dots; it should hold for your masks, and not only for these. Here it cuts by *rows*,
+# heads times tokens: how many tiles there are hangs on both.
 
 # %%
 measured = Measurements(
@@ -234,7 +235,7 @@ document = compile_table(measured, shipped.document, path=Path("sm90.yaml"))
 compiled = Table(document)
 print(document.keys[0].why)
 _, ax = plt.subplots(figsize=(9, 3), layout="constrained")
-viz.draw_table(ax, compiled, key=0, x="heads", y="density")
+viz.draw_table(ax, compiled, key=0, x="rows", y="density")
 
 # %% [markdown]
 # The title now ends in *model*, so that nobody takes it for measured.

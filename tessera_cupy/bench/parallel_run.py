@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,10 @@ from tessera_cupy.bench.parallel_times import measure
 from tessera_cupy.bench.ranks import Ranks
 from tessera_cupy.bench.steps import Steps
 from tessera_cupy.cost import typical_gpu
+from tessera_cupy.cost.model import LAUNCH_MS
 from tessera_cupy.parallel import Forecast, make_plan, predict
 from tessera_cupy.parallel.degrees import checked_scheme, every
+from tessera_cupy.parallel.overlap import Pace, through
 from tessera_cupy.request import ArraySpec
 from tessera_cupy.video import VideoGrid
 
@@ -30,6 +32,7 @@ def run_parallel(
     heads: int,
     head_dim: int,
     schemes: Sequence[Any] | None,
+    turns: Sequence[int],
     clip: str | None,
     mask_cache: Path | None,
     console: Console,
@@ -43,6 +46,7 @@ def run_parallel(
         head_dim: elements of a row.
         schemes: as :func:`tessera_cupy.parallel.make_plan` takes them; None means all degrees of
             so many ranks.
+        turns: in how many turns Ulysses goes, besides the number that the planner takes.
         clip: one of :data:`tessera_cupy.bench.clips.CLIPS`, whose frames the mask is made from;
             None means random blocks, as many in each row.
         mask_cache: file to take the mask from, and to add it to.
@@ -88,14 +92,10 @@ def run_parallel(
         whole: Callable[[], Any] | None = None
         if ranks.rank == 0:
             whole = partial(block_sparse_attention, *request.whole(), request.mask)
-        rows = measure(request, plans, whole, step.advance)
+        rows = measure(request, plans, whole, step.advance, list(dict.fromkeys(turns)))
         step.done(f"{ranks.size} ranks beside one")
     for row in rows[1:]:
-        row["predicted_ms"] = next(
-            one.ms
-            for one in found.schemes
-            if one.degrees == (row["ulysses_degree"], row["ring_degree"])
-        )
+        row["predicted_ms"] = _predicted(found, row)
     about = machine() if ranks.on_gpu else host_machine()
     return {
         **about,
@@ -111,6 +111,19 @@ def run_parallel(
         "rows": rows,
         "passed": all(row["check"]["passed"] for row in rows[1:]),
     }
+
+
+def _predicted(found: Forecast, row: Mapping[str, Any]) -> float:
+    """What is predicted of a row's scheme and turns."""
+    degrees = row["ulysses_degree"], row["ring_degree"]
+    one = next(one for one in found.schemes if one.degrees == degrees)
+    schedule = one.schedule
+    if row["turns"] == schedule.turn_count:
+        return one.ms
+    pair_ms = (found.alone_ms - LAUNCH_MS) / max(1.0, float(schedule.work.sum()))
+    row_bytes = float(one.sent.sum() / schedule.sent.sum())
+    pace = Pace(pair_ms, row_bytes, found.network.link(schedule.degrees.ranks))
+    return through(schedule.in_turns(row["turns"]), schedule.work, pace).ms
 
 
 def forecast(request: Request) -> Forecast:

@@ -12,6 +12,7 @@ NAME = "parallel"
 _COLUMNS = (
     "scheme",
     "heads by",
+    "turns",
     "ms",
     "speed-up",
     "efficiency",
@@ -48,6 +49,7 @@ def _title(report: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any]) -> Iterator[str]:
     yield row["scheme"]
     yield row.get("split") or NONE
+    yield str(row["turns"]) if "turns" in row else NONE
     yield f"{row['ms']:.3f}"
     if "check" not in row:
         yield from [NONE] * 9

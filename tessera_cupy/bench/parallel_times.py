@@ -51,12 +51,19 @@ class Contestant:
     @property
     def name(self) -> str:
         """Scheme and split in words."""
-        scheme = self.plan.schedule.degrees.name
-        return scheme if self.split is None else f"{scheme}, by {self.split}"
+        schedule = self.plan.schedule
+        if self.split is None:
+            return schedule.degrees.name
+        return f"{schedule.degrees.name}, by {self.split}, {schedule.turn_count} turns"
 
 
-def contestants(plans: Sequence[ParallelPlan]) -> list[Contestant]:
-    """Each plan, and beside those that deal heads the same with equal numbers."""
+def contestants(plans: Sequence[ParallelPlan], turns: Sequence[int] = ()) -> list[Contestant]:
+    """Each plan, and beside those that deal heads the same with equal numbers.
+
+    Args:
+        plans: one for each scheme.
+        turns: in how many turns pure Ulysses goes besides the planned number.
+    """
     found = []
     for plan in plans:
         degree = plan.schedule.degrees.ulysses_degree
@@ -64,6 +71,9 @@ def contestants(plans: Sequence[ParallelPlan]) -> list[Contestant]:
             found.append(Contestant(plan, None))
             continue
         found.append(Contestant(plan, BY_WORK))
+        if plan.schedule.degrees.ring_degree == 1:
+            others = [count for count in turns if count != plan.schedule.turn_count]
+            found += [Contestant(plan.with_turns(count), BY_WORK) for count in others]
         heads = sum(map(len, plan.schedule.deal.q))
         found.append(Contestant(plan.with_deal(even_deal(heads, degree)), BY_COUNT))
     return found
@@ -123,7 +133,7 @@ def _run(ranks: Ranks, call: Callable[[], object] | None, count: int) -> float:
     begin = now(ranks)
     for _ in range(count):
         call()
-    return between(begin, now(ranks))
+    return between(begin, now(ranks)) / count
 
 
 def parts(ranks: Ranks, plan: ParallelPlan, arrays: tuple[Any, Any, Any]) -> dict[str, float]:
@@ -179,6 +189,7 @@ def measure(
     plans: Sequence[ParallelPlan],
     whole: Callable[[], Any] | None,
     on_run: Callable[[], None],
+    turns: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
     """Check and time every scheme; all ranks call it.
 
@@ -187,9 +198,10 @@ def measure(
         plans: this rank's, one for each scheme.
         whole: attention on one GPU, on rank 0; None on the others.
         on_run: called after each run.
+        turns: as of :func:`contestants`.
 
     Returns:
-        JSON-able: a row for one GPU, and one for each scheme and split.
+        JSON-able: a row for one GPU, and one for each scheme, split and number of turns.
     """
     import torch
 
@@ -201,7 +213,7 @@ def measure(
         expected.copy_(whole())
     ranks.wait()
     ranks.from_first(expected)
-    racing = contestants(plans)
+    racing = contestants(plans, turns)
     checks = [check(request, one.plan.run(*arrays), expected) for one in racing]
     del expected
     calls: dict[str, Callable[[], object] | None] = {"": whole}
@@ -224,6 +236,7 @@ def measure(
             "ulysses_degree": one.plan.schedule.degrees.ulysses_degree,
             "ring_degree": one.plan.schedule.degrees.ring_degree,
             "split": one.split,
+            "turns": one.plan.schedule.turn_count,
             "ranks": ranks.size,
             **_rate(took, pairs, request.head_dim),
             "speedup": alone.median / took.median,

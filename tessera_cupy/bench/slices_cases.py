@@ -18,7 +18,7 @@ from tessera_cupy.video import VideoGrid, inverse
 #: Plan of slices, by the rows of a group: each group is a tile, half a tile, or several tiles.
 GATHER = {
     128: "attend_wgmma/q128k192/retain-gather/longest+split",
-    64: "attend_wgmma/q128k192/share-gather/longest+split",
+    64: "attend_wgmma/q128k128/share-gather/longest+split",
     192: "attend_wgmma/q128k192/split-gather/longest+split",
 }
 
@@ -118,7 +118,7 @@ def random_cases(given: Given, density: float, *, as_blocks: bool) -> list[Case]
         cases.append(Case(f"slices of {group}", slices, regime, given, {}))
         if as_blocks:
             name = f"slices of {group}, as blocks"
-            packed = regime.replace("gather", "pack")
+            packed = regime.replace("gather", "pack").replace("k128", "k192")
             cases.append(Case(name, slices.to_block_mask(), packed, given, {}))
     return cases
 

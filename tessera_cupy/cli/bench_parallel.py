@@ -54,6 +54,15 @@ def add_to(kinds: Commands) -> None:
         help="auto, ulysses, ring, or UxR: Ulysses degree, ring degree; may be repeated (default: "
         "all degrees of so many ranks)",
     )
+    parser.add_argument(
+        "--turns",
+        type=positive,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="also in how many turns Ulysses exchanges heads, one while another is computed "
+        "(default: what the planner takes)",
+    )
     parser.add_argument("--clip", choices=CLIPS, default=CLIPS[0], help=f"default: {CLIPS[0]}")
     parser.add_argument(
         "--masks",
@@ -95,6 +104,7 @@ def _run(args: argparse.Namespace, output: Output) -> int:
             heads=args.heads or model.heads,
             head_dim=args.head_dim or model.head_dim,
             schemes=args.scheme,
+            turns=args.turns,
             clip=None if args.masks == "random" else args.clip,
             mask_cache=args.mask_cache,
             console=output.console if first else Console(quiet=True),

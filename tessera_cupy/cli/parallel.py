@@ -162,12 +162,13 @@ def _drawn(found: Forecast) -> Group:
     )
     table = Table()
     table.add_column("scheme")
-    for name in ("ms", "speed-up", "max / mean work", "computes, ms", "sends at most"):
+    for name in ("turns", "ms", "speed-up", "max / mean work", "computes, ms", "sends at most"):
         table.add_column(name, justify="right")
     for one in data["schemes"]:
         speed = data["alone_ms"] / one["ms"] if one["ms"] else 1.0
         table.add_row(
             one["scheme"],
+            str(one["turns"]),
             f"{one['ms']:.2f}",
             f"{speed:.2f}",
             f"{one['balance']:.3f}",

@@ -288,12 +288,18 @@ _WGMMA_WHY = (
     "two warpgroups of 64 rows at the full matrix rate; as many columns as registers and shared "
     "memory hold, so that the fixed cost of a step is spread over the most work"
 )
+_WGMMA_WHY_DEEP = (
+    "two warpgroups of 64 rows; steps that are shorter leave room for a third stage and registers "
+    "for eight warps that gather"
+)
 _WGMMA_WHY_3 = "three warpgroups of 64 rows, which a short head dim leaves registers for"
-#: Head dim, tile rows, tile columns, the features that there are besides none.
+#: Head dim, tile rows, tile columns, stages, the features that there are.
 _WGMMA_ROWS = (
-    (64, 128, 192, ("twins", "bits", "gather"), _WGMMA_WHY),
-    (128, 128, 192, ("twins", "bits", "gather"), _WGMMA_WHY),
-    (64, 192, 128, ("twins",), _WGMMA_WHY_3),
+    (64, 128, 192, 2, ("", "twins", "bits", "gather"), _WGMMA_WHY),
+    (128, 128, 192, 2, ("", "twins", "bits", "gather"), _WGMMA_WHY),
+    (64, 128, 128, 3, ("gather",), _WGMMA_WHY_DEEP),
+    (128, 128, 128, 3, ("gather",), _WGMMA_WHY_DEEP),
+    (64, 192, 128, 2, ("", "twins"), _WGMMA_WHY_3),
 )
 _WGMMA_FEATURE_WHY = {
     "twins": "; two CTAs with equal lists load each half for both",
@@ -408,7 +414,7 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
         ("fp16", "bf16"),
         13,
         1,
-        "three warpgroups of 64 parts, past which keys go; they take turns at writing bounds",
+        "three warpgroups of 64 parts, past which keys go; one writes as the others multiply",
         ("sm_90a",),
     ),
     "column_sums": TokenKernel(
@@ -419,7 +425,7 @@ TOKEN_KERNELS: dict[str, TokenKernel] = {
         "fit where rows have at most 128 channels",
     ),
     "keep_keys": TokenKernel(
-        (), 16, 1, "a CTA a row, in shared memory; two of 57,600 keys fit where there are 228 KB"
+        (), 8, 1, "a CTA a row, in shared memory; two of 57,600 keys fit where there are 228 KB"
     ),
     "keep_mass": TokenKernel((), 8, 3, "as keep_top; each step sums instead of counting"),
     "route_heads": TokenKernel(
@@ -470,7 +476,8 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
                         why=row.why + more,
                     )
                 )
-    for head_dim, tile_q, tile_kv, features, why in _WGMMA_ROWS if target.name == "sm_90a" else ():
+    wgmma_rows = _WGMMA_ROWS if target.name == "sm_90a" else ()
+    for head_dim, tile_q, tile_kv, stages, features, why in wgmma_rows:
         for dtype in DTYPES:
             configs += [
                 KernelConfig(
@@ -480,13 +487,13 @@ def catalog(arch: str) -> tuple[KernelConfig, ...]:
                     dtype,
                     tile_q=tile_q,
                     tile_kv=tile_kv,
-                    warps=4 + tile_q // 16,
-                    stages=2,
+                    warps=(8 if stages == 3 else 4) + tile_q // 16,
+                    stages=stages,
                     min_ctas=1,
                     features=(feature,) if feature else (),
                     why=why + _WGMMA_FEATURE_WHY.get(feature, ""),
                 )
-                for feature in ("", *features)
+                for feature in features
             ]
     configs += [
         _builder(target.name, kernel, _TILE_WARPS[kernel], 1, features, why + _TILE_WHY[kernel])

@@ -6,7 +6,8 @@ All launches go to CuPy's current stream of the arrays' GPU, and nothing waits. 
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,10 +51,10 @@ BOUNDS_WGMMA_PARAMS = np.dtype(
         "names": [
             *("centres", "keys", "radii", "lengths", "out"),
             *("rows", "groups", "parts", "tokens", "pitch", "begin", "end"),
-            *("row_tiles", "column_tiles", "steps", "slabs", "scale"),
+            *("planes", "team", "column_tiles", "steps", "slabs", "scale"),
         ],
-        "formats": [*[TENSOR_MAP] * 2, *[np.uint64] * 3, *[np.int32] * 11, np.float32],
-        "offsets": [0, 128, *range(256, 280, 8), *range(280, 328, 4)],
+        "formats": [*[TENSOR_MAP] * 2, *[np.uint64] * 3, *[np.int32] * 12, np.float32],
+        "offsets": [0, 128, *range(256, 280, 8), *range(280, 332, 4)],
         "itemsize": 384,
     }
 )
@@ -65,6 +66,7 @@ KEEP_PARAMS = np.dtype(
         *[(name, np.int32) for name in ("begin", "end", "text_begin", "text_end")],
         *[(name, np.int32) for name in ("full_begin", "full_end", "count", "level", "held")],
         *[("drawn", np.int32), ("seed", np.uint64), ("flag", np.uint64)],
+        *[(name, np.int32) for name in ("sample_more", "sample_fewer")],
     ],
     align=True,
 )
@@ -73,8 +75,11 @@ KEEP_PARAMS = np.dtype(
 _BALL_KEYS = 64
 # Parts of a step, and the longest row, of key_bounds_wgmma.cu, which has as many keys in a step.
 _WGMMA_ROWS, _WGMMA_DIM = 192, 128
-# Keys of a row that the 16 warps of keep_keys.cu count in 16 bits each: a warp takes 256 at a time.
+# Keys of a row, which keep_keys.cu counts in float32: exactly, and far beyond.
 _MOST_KEYS = 255 << 12
+# Keys of a row that keep_keys.cu looks at first, and how many standard deviations of their count
+# it stays off the level that they suggest.
+_SAMPLE, _DEVIATIONS = 1024, 2.5
 # Bytes that rows of the map begin at.
 _LINE = 16
 
@@ -148,12 +153,11 @@ def bounds(
         bounding = _bounding(gpus.arch_of(device).name, element, d, norms=norms)
         by_wgmma = bounding.kernel == "key_bounds_wgmma"
         row_tiles = -(-rows // (_WGMMA_ROWS if by_wgmma else PRODUCT_TILE))
-        tiles = planes * row_tiles * column_tiles
         product |= {
             **{"out": out.data.ptr, "rows": rows, "groups": groups, "parts": parts},
             **{"tokens": tokens, "pitch": out.shape[3], "scale": scale},
             **{"begin": competing[0], "end": competing[1]},
-            **{"row_tiles": row_tiles, "column_tiles": column_tiles},
+            **{"column_tiles": column_tiles},
         }
         if by_wgmma:
 
@@ -161,16 +165,21 @@ def bounds(
                 shape, strides = (1, planes, length, d), (planes * length * d, length * d, d)
                 return rows_map(x.data.ptr, q.dtype.name, shape, strides, box)
 
+            columns = planes * column_tiles
+            shared = _teams(row_tiles, columns, gpus.multiprocessors(device))
             product |= {
                 **{"centres": map_of(sides, rows, _WGMMA_ROWS)},
                 **{"keys": map_of(k, tokens, PRODUCT_TILE)},
-                **{"steps": tiles, "slabs": -(-d // SLAB)},
+                **{"planes": planes, "team": shared.team},
+                **{"steps": shared.bands * columns, "slabs": -(-d // SLAB)},
             }
-            ctas = min(tiles, gpus.multiprocessors(device))
+            ctas = shared.team * shared.teams
             _launch(bounding.name, BOUNDS_WGMMA_PARAMS, product, ctas, device, bounding.smem_bytes)
         else:
             product |= {"a": sides.data.ptr, "k": k.data.ptr, "chunks": chunks}
-            _launch(bounding.name, BOUNDS_PARAMS, product, tiles, device, PRODUCT_SMEM)
+            product |= {"row_tiles": row_tiles}
+            ctas = planes * row_tiles * column_tiles
+            _launch(bounding.name, BOUNDS_PARAMS, product, ctas, device, PRODUCT_SMEM)
         return out
 
 
@@ -223,7 +232,7 @@ def keep(
     with cupy.cuda.Device(device):
         bits = new((batch, heads, groups, -(-tokens // (8 * _LINE)) * _LINE), np.uint8, memory)
         config = builder(gpus.arch_of(device).name, "keep_keys")
-        exchanged = 24 * config.warps  # KeyExchange
+        exchanged = 32 * config.warps  # KeyExchange
         row = 64 * -(-tokens // 32)
         held = exchanged + row <= config.smem_bytes
         params = {
@@ -234,6 +243,7 @@ def keep(
             **{"full_begin": full[0], "full_end": full[1], "count": count},
             **{"level": int(np.float16(level).view(np.uint16)), "held": held},
             **{"drawn": int(np.uint32(drawn).view(np.int32)), "seed": seed, "flag": flag},
+            **_sample_counts(count, competing[1] - competing[0], tokens),
         }
         smem = exchanged + (row if held else 0)
         _launch(config.name, KEEP_PARAMS, params, batch * heads * groups, device, smem)
@@ -272,6 +282,38 @@ def row_pitch(made: Any) -> int | None:
     pitch = apart.pop()
     whole = not apart and pitch >= columns and pitch % CHUNK == 0
     return int(pitch) if whole and (columns == 1 or made.strides[3] == 2) else None
+
+
+class _Teams(NamedTuple):
+    """How CTAs share the parts of key_bounds_wgmma.cu: ``team`` tiles of them side by side."""
+
+    team: int
+    teams: int
+    bands: int
+
+
+def _teams(row_tiles: int, columns: int, ctas: int) -> _Teams:
+    """The fewest passes over the keys that leave CTAs idle for a tenth of the time at most.
+
+    >>> _teams(5, 3600, 132)
+    _Teams(team=5, teams=26, bands=1)
+    >>> _teams(19, 3600, 132)  # 6 teams of 19 would leave 18 CTAs idle
+    _Teams(team=10, teams=13, bands=2)
+    """
+    least = -(-row_tiles * columns // ctas)  # steps of a CTA
+    for bands in range(-(-row_tiles // ctas), row_tiles):
+        team = -(-row_tiles // bands)
+        teams = min(ctas // team, bands * columns)
+        if 10 * -(-bands * columns // teams) <= 11 * least:
+            return _Teams(team, teams, bands)
+    return _Teams(1, min(ctas, row_tiles * columns), row_tiles)
+
+
+def _sample_counts(count: int, competing: int, tokens: int) -> dict[str, int]:
+    """How many of a sample of a row reach levels that are rather too low and rather too high."""
+    wanted = _SAMPLE * count / tokens
+    beside = _DEVIATIONS * math.sqrt(wanted * max(0.0, 1 - count / max(1, competing))) + 2
+    return {"sample_more": int(wanted + beside), "sample_fewer": max(0, int(wanted - beside))}
 
 
 def _bounding(arch: str, element: str, d: int, *, norms: bool) -> KernelConfig:

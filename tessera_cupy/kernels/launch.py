@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -103,6 +105,44 @@ Mark = Callable[[str], None]
 
 def unmarked(stage: str) -> None:
     """The mark that notes nothing."""
+
+
+_shared: ContextVar[bool] = ContextVar("shared", default=False)
+# Tasks of a CTA that shares the GPU. With more, CTAs that come late end later; with one, starting
+# is a larger part of a CTA's time.
+_TASKS_WHEN_SHARED = 2
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Launch attention for a GPU of which other kernels, as NCCL's, hold some multiprocessors.
+
+    Tasks are dealt to CTAs before the launch. Where as many CTAs as the GPU holds share all of
+    them, those that find no multiprocessor at first end last, by as much as they came late. Here
+    CTAs are more, of few tasks each, so that a multiprocessor that is free takes the next one.
+    """
+    before = _shared.set(True)
+    try:
+        yield
+    finally:
+        _shared.reset(before)
+
+
+def persistent_ctas(tasks: int, capacity: int, *, twins: bool, shared: bool) -> int:
+    """CTAs of a kernel whose CTAs take several tasks each.
+
+    Args:
+        tasks: how many there are, or the most there can be.
+        capacity: CTAs that the GPU holds at a time.
+        twins: whether CTAs come in clusters of two.
+        shared: whether other kernels run at the same time; see :func:`sharing`.
+
+    >>> [persistent_ctas(1000, 132, twins=False, shared=shared) for shared in (False, True)]
+    [132, 500]
+    """
+    most = max(capacity, -(-tasks // _TASKS_WHEN_SHARED)) if shared else capacity
+    grid = min(most, tasks)
+    return min(grid + 1, most // 2 * 2) // 2 * 2 if twins else grid
 
 
 # Bits of a task's flags, ``TaskFlag`` in types.cuh; 1 is the direction of the steps.
@@ -484,9 +524,10 @@ def attend(
         attending, params = timed(attending), timed_params(params, config.kernel, times)
     kernel = load(attending, g.device)
     merge_kernel = load(packed.merge, g.device) if plan.merge_count else None
-    grid = min(g.capacity, plan.task_count) if packed.persistent else plan.task_count
-    if twins is not None:
-        grid = min(grid + 1, g.capacity) // 2 * 2  # whole clusters
+    grid = plan.task_count
+    if packed.persistent:
+        with_twins, shared = twins is not None, _shared.get()
+        grid = persistent_ctas(grid, g.capacity, twins=with_twins, shared=shared)
     kernel((grid,), packed.threads, (params,), shared_mem=packed.smem_bytes)
     mark("attention")
     if merge_kernel is not None:

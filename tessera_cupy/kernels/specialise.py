@@ -68,7 +68,8 @@ def _instance(config: KernelConfig) -> tuple[str, str]:
     sizes: tuple[object, ...] = (config.head_dim, config.tile_q, config.tile_kv)
     if config.kernel == "attend_wgmma":
         twins = "true" if config.twins else "false"
-        return ", ".join(map(str, (element, *sizes, twins, bits, gather))), "WgmmaStorage<Config>"
+        sizes = (element, *sizes, config.stages, twins, bits, gather)
+        return ", ".join(map(str, sizes)), "WgmmaStorage<Config>"
     sizes = (element, *sizes, warps, config.stages, bits, gather, ctas)
     return ", ".join(map(str, sizes)), "SharedStorage<Config>"
 

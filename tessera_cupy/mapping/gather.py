@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 SLOT = 64
 
 #: What gathering a key costs beside computing its column, by Q side: on an H200 random keys took
-#: 1.10 times as long as as many in blocks with a group a tile, and 1.46 with two groups a tile,
+#: 1.10 times as long as as many in blocks with a group a tile, and 1.27 with two groups a tile,
 #: which read twice as many rows for the same products (kernels_cu/NOTES.md).
-GATHERED_COST = {"retain": 0.10, "split": 0.10, "share": 0.46}
+GATHERED_COST = {"retain": 0.10, "split": 0.10, "share": 0.27}
 
 #: Fewest query rows of a group: those that skip a step together.
 _LEAST_GROUP = 64
@@ -82,7 +82,7 @@ def shortest_block(q_side: QSide, slot: int) -> int:
     ``n (1 + cost of gathering)``.
 
     >>> shortest_block("retain", 64), shortest_block("share", 64)
-    (59, 44)
+    (59, 51)
     """
     return math.ceil(slot / (1 + GATHERED_COST[q_side]))
 

@@ -9,7 +9,14 @@ from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.parallel.facts import agree
 from tessera_cupy.parallel.plan import Options, ParallelPlan, exchanged, plan_of
-from tessera_cupy.parallel.status import TIMEOUT, Clock, board_of, checked_group, checked_timeout
+from tessera_cupy.parallel.status import (
+    TIMEOUT,
+    Board,
+    Clock,
+    board_of,
+    checked_group,
+    checked_timeout,
+)
 from tessera_cupy.regimes import PlanSpec, Table
 
 
@@ -68,7 +75,7 @@ def attention(
     board.begin()
     told = exchanged(board, mask, q, k, v, options, clock)
     agree(told, board.name)  # also where this rank has a plan: another one may have changed
-    key = _key(board.group, told, options)
+    key = _key(board, told, options)
     given = block_mask(mask)
     known = _plans.get(key)
     if known is not None and known.mask() is given and known.version == given.version:
@@ -78,14 +85,14 @@ def attention(
         plan = plan_of(board, told, mask, q, k, v, options, before)
         if known is None and len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        _plans[key] = _Known(board.group, weakref.ref(given), given.version, plan)
+        _plans[key] = _Known(board, weakref.ref(given), given.version, plan)
     return plan.run_checked(q, k, v, sm_scale, clock)
 
 
 class _Known(NamedTuple):
-    """The last plan of a kind of call; the group is kept, so that its identity is nobody else's."""
+    """The last plan of a kind of call; the board is kept, so that its identity is nobody else's."""
 
-    group: Any
+    board: Board
     mask: weakref.ref[BlockMask]
     version: int
     plan: ParallelPlan
@@ -95,8 +102,8 @@ _plans: dict[Any, _Known] = {}
 _MOST_PLANS = 64
 
 
-def _key(group: Any, told: list[dict[str, Any]], options: Options) -> Any:
+def _key(board: Board, told: list[dict[str, Any]], options: Options) -> Any:
     """What calls have in common for which heads may stay where they are: all but the mask."""
     of_ranks = tuple((its["q_tokens"], its["kv_tokens"]) for its in told)
     same = tuple(str(fact) for key, fact in sorted(told[0].items()) if key != "mask")
-    return id(group), of_ranks, same, options.layout, repr(options.regime)
+    return id(board), of_ranks, same, options.layout, repr(options.regime)

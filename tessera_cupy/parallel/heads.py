@@ -41,7 +41,11 @@ class Deal:
     @property
     def kv(self) -> tuple[tuple[int, ...], ...]:
         """By rank, the KV heads that its query heads read, ascending."""
-        return tuple(tuple(sorted({head // self.shared for head in mine})) for mine in self.q)
+        return tuple(map(self.kv_of, self.q))
+
+    def kv_of(self, heads: Sequence[int]) -> tuple[int, ...]:
+        """The KV heads that some query heads read, ascending."""
+        return tuple(sorted({head // self.shared for head in heads}))
 
     def loads(self, work: ArrayLike) -> NDArray[np.float64]:
         """(N,) work of each rank, for the work of each head."""
@@ -181,8 +185,11 @@ def even_deal(heads: int, ranks: int) -> Deal:
 
 def _deal(work: NDArray[np.float64], ranks: int, bound: int) -> tuple[tuple[int, ...], ...] | None:
     """Heads of each rank; None where the bound leaves some over."""
-    if bound * ranks < len(work):
-        return None
+    return spread(work, ranks, bound) if bound * ranks >= len(work) else None
+
+
+def spread(work: NDArray[np.float64], ranks: int, bound: int) -> tuple[tuple[int, ...], ...]:
+    """By rank, the heads that it gets by their work, at most ``bound``, which has room for all."""
     mine: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for head in np.argsort(-work, kind="stable").tolist():

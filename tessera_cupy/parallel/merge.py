@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from tessera_cupy.parallel.arrays import float32, namespace
+from tessera_cupy.parallel.arrays import namespace, weighted
 
 
 def merge(out: Any, lse: Any, more: Any, more_lse: Any) -> tuple[Any, Any]:
     """Merge two parts.
 
     Args:
-        out: (..., rows, dim) float32.
+        out: (..., rows, dim), of any float type.
         lse: (..., rows) float32.
-        more: as ``out``, of any float type.
+        more: as ``out``.
         more_lse: as ``lse``.
 
     Returns:
@@ -41,5 +41,5 @@ def merge(out: Any, lse: Any, more: Any, more_lse: Any) -> tuple[Any, Any]:
     total = mine + other
     none = total == 0
     whole = xp.where(none, xp.ones_like(total), total)
-    merged = out * (mine / whole)[..., None] + float32(more) * (other / whole)[..., None]
+    merged = weighted(out, (mine / whole)[..., None], more, (other / whole)[..., None])
     return merged, xp.where(none, highest, base + xp.log(whole))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tessera_cupy import interop
 from tessera_cupy.call import HOST_ARCH
+from tessera_cupy.cost import Gpu, typical_gpu
 from tessera_cupy.errors import wrong
 from tessera_cupy.kernels.arch import get_arch
 from tessera_cupy.kernels.launch import Mark, unmarked
@@ -19,6 +20,8 @@ from tessera_cupy.parallel.degrees import Degrees, checked_scheme
 from tessera_cupy.parallel.facts import GPU, agree, facts
 from tessera_cupy.parallel.heads import Deal
 from tessera_cupy.parallel.local import Local
+from tessera_cupy.parallel.network import usual_network
+from tessera_cupy.parallel.overlap import Pace, usual_pace, with_turns
 from tessera_cupy.parallel.program import attend
 from tessera_cupy.parallel.schedule import Schedule, group_pairs, make_schedule
 from tessera_cupy.parallel.status import (
@@ -30,6 +33,7 @@ from tessera_cupy.parallel.status import (
     checked_timeout,
 )
 from tessera_cupy.parallel.transfers import TransferError, drive, meet
+from tessera_cupy.parallel.turns import most_turns
 from tessera_cupy.regimes import PlanSpec, Table
 from tessera_cupy.request import ArraySpec, make_request
 
@@ -83,7 +87,7 @@ class ParallelPlan:
         self.layout = options.layout
         self.timeout = checked_timeout(options.timeout)
         self._board = board
-        self._options = options
+        self._options = replace(options, group=None)  # the board's, which does not keep it alive
         self._local = Local(schedule, board.rank)
 
     def __repr__(self) -> str:
@@ -175,7 +179,8 @@ class ParallelPlan:
             RankError, TypeError, ValueError: as of :func:`make_plan`.
         """
         q, kv = (ArraySpec(shape, self.dtype) for shape in self.shapes)
-        return agreed(block_mask(mask), q, kv, kv, self._options, Clock(self.timeout), self)
+        options = replace(self._options, group=self._board.group)
+        return agreed(block_mask(mask), q, kv, kv, options, Clock(self.timeout), self)
 
     def with_deal(self, deal: Deal) -> ParallelPlan:
         """The same plan with heads dealt otherwise; every rank must take the same deal.
@@ -186,6 +191,28 @@ class ParallelPlan:
         old = self.schedule
         pairs = group_pairs(old.mask, old.degrees, old.q, old.kv, deal)
         schedule = Schedule(old.mask, old.degrees, old.q, old.kv, deal, pairs)
+        if old.turn_count > 1:
+            schedule = schedule.in_turns(old.turn_count)
+        return ParallelPlan(schedule, self._board, self.shapes, self.dtype, self._options)
+
+    def with_turns(self, turns: int) -> ParallelPlan:
+        """The same plan with so many turns of Ulysses; every rank must take the same number.
+
+        Results are equal to the bit, except of ragged blocks and of tiles that are cut in parts.
+
+        Args:
+            turns: in how many parts heads are exchanged, one while another is computed.
+
+        Raises:
+            ValueError: none, or several where a ring takes part.
+        """
+        degrees = self.schedule.degrees
+        pure = degrees.ulysses_degree > 1 and degrees.ring_degree == 1
+        several = most_turns(self.schedule.deal) if pure else 1
+        if isinstance(turns, bool) or not isinstance(turns, int) or not 1 <= turns <= several:
+            fix = "pass fewer, and 1 where a ring takes part"
+            raise ValueError(wrong("turns", f"1 to {several}", repr(turns), fix))
+        schedule = self.schedule.in_turns(turns)
         return ParallelPlan(schedule, self._board, self.shapes, self.dtype, self._options)
 
     def _check(self, q: Any, k: Any, v: Any) -> None:
@@ -360,6 +387,7 @@ def _plan_of(
         old=old,
         most_heads=options.most_heads,
     )
+    schedule = with_turns(schedule, _pace(mask, whole[0], degrees, told))
     shapes = (tuple(q.shape), tuple(k.shape))
     return ParallelPlan(schedule, board, shapes, mine["dtype"], options)
 
@@ -367,18 +395,24 @@ def _plan_of(
 def _fastest(
     mask: BlockMask, whole: list[ArraySpec], shards: Any, told: Sequence[dict[str, Any]]
 ) -> Degrees:
-    from tessera_cupy.cost import typical_gpu
     from tessera_cupy.parallel.predict import predict
 
-    per_host = min(Counter(its["host"] for its in told).values())
-    found = predict(
-        mask,
-        *whole,
-        shards=shards,
-        gpu=typical_gpu(told[0]["arch"] or HOST_ARCH).name,
-        per_host=per_host,
-    )
+    gpu, per_host = _machines(told)
+    found = predict(mask, *whole, shards=shards, gpu=gpu.name, per_host=per_host)
     return found.best.degrees
+
+
+def _pace(mask: BlockMask, q: ArraySpec, degrees: Degrees, told: Sequence[dict[str, Any]]) -> Pace:
+    gpu, per_host = _machines(told)
+    link = usual_network(gpu.name, per_host).link(degrees.ranks)
+    batch, _, _, dim = q.shape
+    return usual_pace(gpu, link, batch=batch, mask_batch=mask.batch, head_dim=dim, dtype=q.dtype)
+
+
+def _machines(told: Sequence[dict[str, Any]]) -> tuple[Gpu, int]:
+    """What all ranks take for their GPU, and the fewest ranks on a host."""
+    per_host = min(Counter(its["host"] for its in told).values())
+    return typical_gpu(told[0]["arch"] or HOST_ARCH), per_host
 
 
 def _arch(q: Any) -> str | None:

@@ -4,8 +4,9 @@ Needs no GPU and no torch. The time of a rank's own attention is its pairs of to
 the whole mask on one GPU, as :mod:`tessera_cupy.cost` predicts it from the plans of a few heads,
 and a launch for each step; figures of links are those of :mod:`tessera_cupy.parallel.network`.
 
-- Ulysses sends before and after computing, and nothing overlaps: the longest exchange, the longest
-  attention, the longest exchange back.
+- Ulysses goes in turns, of which one is exchanged while another is computed
+  (:mod:`tessera_cupy.parallel.overlap`); within a ring it has one turn, and nothing overlaps: the
+  longest exchange, the longest attention, the longest exchange back.
 - In a ring, each step takes the longer of its attention and of the shard that moves meanwhile; the
   slowest rank ends last. A step whose shard is not needed has no transfer.
 - Partial outputs of a ring are merged at the rate of the GPU's memory: they are read and written in
@@ -34,6 +35,7 @@ from tessera_cupy.masks.key_slices import block_mask
 from tessera_cupy.parallel.degrees import Degrees, checked_scheme, every
 from tessera_cupy.parallel.heads import balance, deal, head_work
 from tessera_cupy.parallel.network import LATENCY_MS, Network, usual_network
+from tessera_cupy.parallel.overlap import Pace, through, usual_pace, with_turns
 from tessera_cupy.parallel.schedule import Schedule, check_shards, pairs_of_places
 from tessera_cupy.parallel.shards import Shards, even_lengths, tokens_of
 from tessera_cupy.parallel.submask import cut
@@ -57,9 +59,11 @@ class Scheme:
         schedule: who computes and sends what.
         loads: (N,) pairs of tokens that each rank computes, over the batch.
         sent: (N,) bytes that each rank sends.
-        compute_ms: (N,) milliseconds that each rank computes, merging included.
+        compute_ms: (N,) milliseconds that each rank computes, merging included, and what turns
+            and exchanges at the same time add.
         wait_ms: (N,) milliseconds of these that a rank waits for keys of the ring.
-        swap_ms: milliseconds of the exchanges of Ulysses, half of it before and half after.
+        swap_ms: milliseconds of the exchanges of Ulysses that no attention hides, taken for half
+            before and half after it.
         rank_ms: (N,) milliseconds until each rank's output is there; the exchange back begins
             when the last rank that takes part in it has computed.
         ms: milliseconds until all ranks are through.
@@ -127,6 +131,7 @@ class Forecast:
                     "scheme": one.degrees.name,
                     "ulysses_degree": one.degrees.ulysses_degree,
                     "ring_degree": one.degrees.ring_degree,
+                    "turns": one.schedule.turn_count,
                     "ms": one.ms,
                     "balance": one.balance,
                     "compute_ms": {"max": one.compute_ms.max(), "mean": one.compute_ms.mean()},
@@ -201,7 +206,16 @@ def predict(
             pairs = dealt.loads(work).reshape(-1, 1, 1)
         else:
             pairs = pairs_of_places(of_ranks, one, dealt)
-        schedule = Schedule(mask, one, *shards, dealt, pairs)
+        batch, _, _, dim = q.shape
+        pace = usual_pace(
+            device,
+            net.link(count),
+            batch=batch,
+            mask_batch=mask.batch,
+            head_dim=dim,
+            dtype=q.dtype,
+        )
+        schedule = with_turns(Schedule(mask, one, *shards, dealt, pairs), pace)
         found.append(_scheme(schedule, q, copies, rate, device, net))
     found.sort(key=lambda scheme: scheme.ms)  # of equals the one with the larger Ulysses degree
     alone = LAUNCH_MS + float(work.sum()) * copies * rate
@@ -247,6 +261,11 @@ def _scheme(
         link = network.link(u if not schedule.q.text else u * r)
         swap_ms = 2 * LATENCY_MS + link.ms(float(swapped.max(initial=0)))
     wait = np.zeros((u, r))
+    if schedule.turn_count > 1:
+        pace = Pace(copies * rate, row_bytes, network.link(u))
+        found = through(schedule, schedule.work, pace)
+        compute = found.compute_ms[:, None]
+        swap_ms = found.ms - float(compute.max())
     if r > 1:
         compute, wait = _ring_ms(schedule, pairs * rate, row_bytes, q, gpu, network)
     ready = compute + wait

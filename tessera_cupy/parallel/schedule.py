@@ -2,7 +2,8 @@
 
 It follows from the mask, the shards and the degrees alone, which every rank knows, so that ranks
 need not ask each other. Ulysses moves q, k and v from shards of the sequence to shards of heads
-within a group of ``ulysses_degree`` ranks, and the output back. The ring then has
+within a group of ``ulysses_degree`` ranks, and the output back, in one turn or several
+(:mod:`tessera_cupy.parallel.turns`). The ring then has
 ``ring_degree`` steps: in step ``t`` a rank of group ``g`` computes its rows against the keys of
 group ``g - t``, which their owner sends it directly, and only if a row needs one of them. A
 shard that went from neighbour to neighbour would pass through ranks that do not need it; sent by
@@ -13,7 +14,7 @@ sends or receives more than one shard at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,8 +24,9 @@ from tessera_cupy.errors import wrong
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.parallel.degrees import Degrees
 from tessera_cupy.parallel.heads import Deal, deal, deal_again, head_work
-from tessera_cupy.parallel.shards import Shards, Spans
+from tessera_cupy.parallel.shards import Shards, Spans, tokens_of
 from tessera_cupy.parallel.submask import cut
+from tessera_cupy.parallel.turns import Turns, in_turns, one_turn
 from tessera_cupy.parallel.work import pair_work
 
 #: Least work that is some: sums of whole numbers, with rounding.
@@ -44,6 +46,7 @@ class Schedule:
         pairs: (ulysses_degree, ring_degree, ring_degree) float64, pairs of tokens in active blocks
             between the rows of a Ulysses group and the keys of another, for the heads of each
             place.
+        turns: by place, the heads of each turn; a ring has one turn.
     """
 
     mask: BlockMask
@@ -52,6 +55,35 @@ class Schedule:
     kv: Shards
     deal: Deal
     pairs: NDArray[np.float64] = field(repr=False)
+    turns: Turns = ()
+
+    def __post_init__(self) -> None:
+        """One turn, unless they are given."""
+        if not self.turns:
+            object.__setattr__(self, "turns", one_turn(self.deal))
+
+    @property
+    def turn_count(self) -> int:
+        """How many turns each place has."""
+        return len(self.turns[0])
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether something moves while a rank computes."""
+        return self.turn_count > 1 or self.degrees.ring_degree > 1
+
+    def in_turns(self, count: int) -> Schedule:
+        """The same with so many turns, of equal work.
+
+        Args:
+            count: at least 1; more than 1 in pure Ulysses alone.
+        """
+        return replace(self, turns=in_turns(self.deal, self.work, count))
+
+    @cached_property
+    def work(self) -> NDArray[np.float64]:
+        """(heads,) pairs of tokens in the active blocks of each query head."""
+        return head_work(self.mask, sum(map(len, self.deal.q)))
 
     @property
     def needs(self) -> NDArray[np.bool_]:
@@ -90,48 +122,60 @@ class Schedule:
         """The group whose keys ``group`` computes with, in a step of the ring."""
         return (group - step) % self.degrees.ring_degree
 
-    def submask(self, rank: int, step: int) -> BlockMask | None:
-        """What a rank computes in a step of the ring; None for nothing."""
+    def submask(self, rank: int, turn: int, step: int) -> BlockMask | None:
+        """What a rank computes in a turn and a step of the ring; None for nothing."""
         group, place = self.place(rank)
         source = self.source(group, step)
-        if not self.needs[place, group, source]:
+        heads = self.turns[place][turn]
+        if not heads or not self.needs[place, group, source]:
             return None
         part = cut(
             self.mask,
-            heads=self.deal.q[place],
+            heads=heads,
             rows=self.rows(group),
             columns=self.keys(source, text=step == 0),
         )
         return part if part.nnz else None
 
-    @cached_property
+    @property
     def sent(self) -> NDArray[np.float64]:
         """(N, 2) rows of one head that each rank sends: before and after, and in the ring.
 
         A row is the head dim's elements of one token, of q, k, v or the output. What stays on its
         rank is not counted.
         """
+        return np.stack([self.swapped.sum(axis=(0, 2)), self._ringed()], axis=1)
+
+    @cached_property
+    def swapped(self) -> NDArray[np.float64]:
+        """(turns, N, 2) rows of one head that each rank sends in each turn, before and after."""
         u, r = self.degrees
-        q_heads = np.array([len(mine) for mine in self.deal.q])
-        kv_heads = np.array([len(mine) for mine in self.deal.kv])
-        sent = np.zeros((self.degrees.ranks, 2))
-        receivers = self.needs.sum(axis=1) - self.needs[:, np.arange(r), np.arange(r)]
-        for group in range(r):
+        swapped = np.zeros((self.turn_count, self.degrees.ranks, 2))
+        for turn, group in np.ndindex(self.turn_count, r):
+            heads = [of_place[turn] for of_place in self.turns]
+            q_heads = np.array([len(mine) for mine in heads])
+            kv_heads = np.array([len(self.deal.kv_of(mine)) for mine in heads])
             members = self.members(group)
             rows = [self.q.own(m).tokens + self.q.text_part(m).tokens for m in members]
             own = [self.q.own(m).tokens for m in members]
-            keys = [self.kv.own(m).tokens for m in members]
             text = self.q.text_parts(members.start, members.stop).tokens
             for place, rank in enumerate(members):
                 others = np.arange(u) != place
-                sent[rank, 0] = (
-                    rows[place] * q_heads[others].sum()
-                    + 2 * keys[place] * kv_heads[others].sum()
-                    + q_heads[place] * (sum(own) - own[place])
-                    + q_heads[place] * text * (self.degrees.ranks - 1)
-                )
-                sent[rank, 1] = 2 * kv_heads[place] * sum(keys) * receivers[place, group]
-        return sent
+                keys = 2 * self.kv.own(rank).tokens
+                swapped[turn, rank, 0] = rows[place] * q_heads[others].sum()
+                swapped[turn, rank, 0] += keys * kv_heads[others].sum()
+                away = sum(own) - own[place] + text * (self.degrees.ranks - 1)
+                swapped[turn, rank, 1] = q_heads[place] * away
+        return swapped
+
+    def _ringed(self) -> NDArray[np.float64]:
+        """(N,) rows of one head that each rank sends in the ring."""
+        r = self.degrees.ring_degree
+        receivers = self.needs.sum(axis=1) - self.needs[:, np.arange(r), np.arange(r)]
+        keys = np.array([tokens_of(self.keys(group, text=False)) for group in range(r)])
+        kv_heads = np.array([len(mine) for mine in self.deal.kv])
+        ringed: NDArray[np.float64] = 2.0 * kv_heads[:, None] * keys * receivers
+        return ringed.T.ravel()
 
 
 def make_schedule(

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tessera_cupy.parallel.arrays import rows
+from tessera_cupy.parallel.arrays import is_contiguous
+from tessera_cupy.parallel.exchange import Move, Wait
 from tessera_cupy.parallel.local import Local
-from tessera_cupy.parallel.program import Move, Swap, Wait, attend
+from tessera_cupy.parallel.program import attend
 from tessera_cupy.parallel.schedule import Schedule
 
 
@@ -19,7 +20,7 @@ class Traffic:
 
     Attributes:
         elements: by (from, to), elements that went from one rank to another.
-        moves: (from, to) of each shard of keys that the ring sent, in order.
+        moves: (from, to) of all that one rank sent another in one move, in order.
     """
 
     elements: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -93,32 +94,33 @@ def simulate(
 
 def _answer(asked: list[Any], traffic: Traffic) -> list[Any]:
     """What each rank gets for its request; all are of one kind."""
-    if all(isinstance(request, Swap) for request in asked):
-        return _swapped(asked, traffic)
     if all(isinstance(request, Move) for request in asked):
         for source, request in enumerate(asked):
-            for target, array in request.sends.items():
-                asked[target].receives[source][...] = array
-                traffic.moves.append((source, target))
-                traffic.add(source, target, _elements(array))
-        return [None] * len(asked)
-    if not all(isinstance(request, Wait) for request in asked):
+            for target, arrays in request.sends.items():
+                _moved(arrays, asked[target].receives[source])
+                if arrays:
+                    traffic.moves.append((source, target))
+                traffic.add(source, target, sum(map(_elements, arrays)))
+        for target, request in enumerate(asked):
+            if any(
+                source != target and arrays and not asked[source].sends.get(target)
+                for source, arrays in request.receives.items()
+            ):
+                raise AssertionError(f"rank {target} waits for what nobody sends")
+    elif not all(isinstance(request, Wait) for request in asked):
         raise AssertionError("ranks that ask for different things")
     return [None] * len(asked)
 
 
-def _swapped(asked: list[Swap], traffic: Traffic) -> list[Any]:
-    received: list[list[Any]] = []
-    for target, request in enumerate(asked):
-        mine = []
-        for source, other in enumerate(asked):
-            part = rows(other.parts[target], other.like)
-            if len(part) != request.sizes[source]:
-                raise AssertionError(f"{len(part)} rows, not {request.sizes[source]}")
-            traffic.add(source, target, _elements(part))
-            mine.append(part)
-        received.append(mine)
-    return received
+def _moved(sent: list[Any], received: list[Any]) -> None:
+    """Copy what one rank sends to where another one receives it."""
+    sizes = [[tuple(array.shape) for array in arrays] for arrays in (sent, received)]
+    if sizes[0] != sizes[1]:
+        raise AssertionError(f"sent as {sizes[0]}, received as {sizes[1]}")
+    for source, target in zip(sent, received, strict=True):
+        if not (is_contiguous(source) and is_contiguous(target)):
+            raise AssertionError("a message whose elements do not follow each other")
+        target[...] = source
 
 
 def _elements(array: Any) -> int:

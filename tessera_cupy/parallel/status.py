@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -121,7 +122,10 @@ def checked_group(group: Any) -> Any:
 
 
 class Board:
-    """The messages of one process group.
+    """The messages of one process group, which it does not keep alive.
+
+    A group that ``destroy_process_group`` has ended must be free to go: else the threads of gloo go
+    on until Python ends, and one that then drops a tensor aborts the process.
 
     Attributes:
         rank: this process's rank in the group.
@@ -137,13 +141,33 @@ class Board:
                 "Ranks tell each other of errors through ProcessGroup.get_group_store, which this "
                 "torch lacks. Fix: pip install -U torch (the extra `parallel`)."
             )
-        self.group = group
+        self._group = weakref.ref(group)
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.met: set[str] = set()
         self._global = dist.get_process_group_ranks(group)
         self._store = dist.PrefixStore("tessera_cupy", group.get_group_store())
         self._round = 0
+
+    @property
+    def group(self) -> Any:
+        """The process group.
+
+        Raises:
+            ValueError: it was destroyed.
+        """
+        return self._alive()
+
+    def _alive(self) -> Any:
+        group = self._group()
+        if group is None:
+            fix = "make a plan for a group that lives"
+            raise ValueError(wrong("group", "a process group", "one that was destroyed", fix))
+        return group
+
+    def is_of(self, group: Any) -> bool:
+        """Whether these are the messages of this very group, not of an older one of its name."""
+        return self._group() is group
 
     def name(self, rank: int) -> str:
         """The rank in words, with its global number where that is another."""
@@ -157,7 +181,13 @@ class Board:
         return f"{named} and {more} more" if more > 0 else named
 
     def begin(self) -> None:
-        """Begin a round; what this rank said two rounds ago has been read by all."""
+        """Begin a round; what this rank said two rounds ago has been read by all.
+
+        Raises:
+            ValueError: the group was destroyed.
+            RankError: its store cannot be reached.
+        """
+        self._alive()
         self._round += 1
         try:
             self._store.set(f"at/{self.rank}", str(self._round))
@@ -295,7 +325,7 @@ _boards: dict[str, Board] = {}
 def board_of(group: Any) -> Board:
     """The messages of a group; one object for each, since ranks count their rounds together."""
     board = _boards.get(group.group_name)
-    if board is None or board.group is not group:
+    if board is None or not board.is_of(group):
         board = _boards[group.group_name] = Board(group)
     return board
 

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tessera_cupy.kernels.launch import Mark, unmarked
-from tessera_cupy.parallel.arrays import empty, rows
-from tessera_cupy.parallel.program import Move, Swap, Wait
+from tessera_cupy.parallel.exchange import Move, Wait
 from tessera_cupy.parallel.status import Clock, distributed
 
 
@@ -17,7 +16,7 @@ class TransferError(Exception):
 
 
 def drive(
-    program: Generator[Swap | Move | Wait, Any, Any],
+    program: Generator[Move | Wait, Any, Any],
     group: Any,
     clock: Clock,
     mark: Mark = unmarked,
@@ -49,16 +48,14 @@ def drive(
             return end.value
         mark("copies")
         try:
-            answer = _serve(request, group, clock, mark)
+            answer = _serve(request, group, clock)
             mark("exchange")
         except RuntimeError as error:
             program.close()
             raise TransferError(str(error)) from error
 
 
-def _serve(request: Swap | Move | Wait, group: Any, clock: Clock, mark: Mark) -> Any:
-    if isinstance(request, Swap):
-        return _swap(request, group, clock, mark)
+def _serve(request: Move | Wait, group: Any, clock: Clock) -> Any:
     if isinstance(request, Move):
         return _begin(request, group)
     tensors, works = request.begun
@@ -67,26 +64,15 @@ def _serve(request: Swap | Move | Wait, group: Any, clock: Clock, mark: Mark) ->
     return None
 
 
-def _swap(request: Swap, group: Any, clock: Clock, mark: Mark) -> Any:
-    sizes = [sum(map(len, part)) for part in request.parts]
-    send = rows([piece for part in request.parts for piece in part], request.like)
-    mark("copies")
-    received = empty(send, sum(request.sizes), send.shape[1])
-    work = distributed().all_to_all_single(
-        received, send, request.sizes, sizes, group=group, async_op=True
-    )
-    _wait(work, send, clock)
-    return received.split(request.sizes)
-
-
 def _begin(request: Move, group: Any) -> tuple[list[Any], list[Any]]:
     dist = distributed()
     moves = [
         dist.P2POp(move, array, group=group, group_peer=rank)
         for move, arrays in ((dist.isend, request.sends), (dist.irecv, request.receives))
-        for rank, array in arrays.items()
+        for rank, of_rank in arrays.items()
+        for array in of_rank
     ]
-    tensors = [*request.sends.values(), *request.receives.values()]
+    tensors = [move.tensor for move in moves]
     if not moves:
         return tensors, []
     with current_device(tensors[0]):

@@ -57,7 +57,8 @@ def candidates(arch: str) -> tuple[PlanSpec, ...]:
         PlanSpec(kernel, tile_q, tile_kv, Mapping(q, kv), FULL_ORGANIZATION)
         for (kernel, tile_q, tile_kv), gathers in tiles.items()
         for q, kv in product(get_args(QSide), get_args(KvSide))
-        if (kv != "gather" or (True in gathers and q in ("retain", "share", "split")))
+        if (kv == "gather") in gathers
+        and (kv != "gather" or q in ("retain", "share", "split"))
         and (q not in ("share", "regroup") or kv in ("pack", "gather"))
         and (q != "regroup" or kernel == "attend_wgmma")
     )

@@ -84,10 +84,10 @@ def draw_parallel(ax: Axes, forecast: Forecast, scheme: Scheme | None = None) ->
 
 
 def _bars(ax: Axes, starts: _Floats, ends: _Floats, **look: Any) -> None:
-    """A bar on each rank's line, where it is not empty."""
+    """A bar on each rank's line, where it is longer than what sums were rounded by."""
     from matplotlib.collections import PolyCollection
 
-    kept = np.flatnonzero(ends > starts)
+    kept = np.flatnonzero(ends > starts * (1 + 1e-12))
     if not len(kept):
         return
     x0, x1, y = starts[kept], ends[kept], kept.astype(float)

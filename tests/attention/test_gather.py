@@ -16,6 +16,7 @@ from tests.emulator.emulator import Emulator, compiler
 from tests.emulator.gpu import EmulatedGpu
 
 HOPPER = ("attend_wgmma", 128, 192)
+HOPPER_DEEP = ("attend_wgmma", 128, 128)
 CASES = [
     # (kernel, rows and columns of a tile), group, (sq, skv), head dim, density, organization
     (HOPPER, 64, (319, 349), 64, 0.1, "longest+split"),
@@ -25,6 +26,10 @@ CASES = [
     (HOPPER, 128, (800, 230), 128, 0.2, "rows"),
     (HOPPER, 192, (410, 203), 128, 0.2, "rows"),
     (HOPPER, 192, (43, 571), 80, 0.1, "longest+split"),
+    (HOPPER_DEEP, 64, (319, 549), 128, 0.1, "longest+split"),
+    (HOPPER_DEEP, 64, (310, 305), 80, 0.3, "alternate"),
+    (HOPPER_DEEP, 128, (389, 662), 64, 0.05, "alternate"),
+    (HOPPER_DEEP, 192, (210, 571), 128, 0.1, "longest+split"),
     (("attend_mma", 64, 64), 64, (190, 349), 64, 0.1, "longest+split"),
     (("attend_mma", 64, 64), 64, (100, 260), 80, 0.3, "alternate"),
     (("attend_mma", 64, 64), 128, (203, 405), 128, 0.05, "runs+alternate"),
@@ -100,6 +105,19 @@ def test_the_kernel_gathers_what_the_slices_list(
         assert plan.config.gather
         assert plan.tiles().rows is not None
         check(out.get(), lse.get(), arrays, slices)
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulator needs g++, which is not on the PATH")
+@pytest.mark.parametrize("tile", [HOPPER, HOPPER_DEEP])
+def test_tasks_are_taken_again_where_weights_overflow(kernel_cache: Path, tile: Tile) -> None:
+    """The copying warps begin anew, too, with the first task's fragments and rows."""
+    shape = (210, 749)
+    slices, arrays = drawn(64, shape, 0.6), inputs(shape, 128, np.float16)
+    arrays[0] *= 8
+    arrays[1][..., 400:, :] *= 8  # scores far above those of a row's first step
+    machine = Emulator(kernel_cache.parent / "emulated-kernels", seed=1, capacity=2)
+    out, lse = machine.run(slices, *arrays, regime=plan_name(tile, 64, "rows"), arch="sm_90a")
+    check(out, lse, arrays, slices)
 
 
 @pytest.mark.skipif(compiler() is None, reason="the emulator needs g++, which is not on the PATH")

@@ -179,13 +179,16 @@ def test_two_query_blocks_are_the_halves_of_a_tile(
 
 @pytest.mark.parametrize("where", ["host", "gpu"])
 def test_halves_of_long_lists_are_cut_and_merged(request_of: Any, rng: Any, where: str) -> None:
-    blocks = rng.random((1, 2, 5, 200)) < 0.9
+    blocks = np.ones((1, 2, 6, 200), bool)
     blocks[0, 0, 2] = False
-    q = np.array([[30, 0, 64, 7, 13], [0, 7, 13, 30, 64]])
+    blocks[0, 1] = rng.random((6, 200)) < 0.5
+    q = np.array([[30, 0, 64, 7, 13, 0], [0, 0, 7, 13, 30, 64]])
     made = request_of(q, random_sizes(rng, (2, 200)), blocks=blocks, where=where)
     plan = make_plan(made.mask, *made.arrays, regime=WGMMA_SHARE)
-    assert plan.tiles().tile_halves.tolist() == [30, 64, 13, 0, 13, 64]
-    assert len(plan.tasks().merge_tile) > 3
+    assert plan.tiles().tile_halves.tolist() == [30, 64, 13, 7, 30]
+    # On three CTAs the shortest two, of two halves each, are the last round.
+    assert plan.tasks().merge_tile.tolist() == [3, 4]
+    assert plan.tasks().slots == 6
     made.check(WGMMA_SHARE)
 
 

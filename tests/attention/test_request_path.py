@@ -198,9 +198,12 @@ def test_long_tiles_are_split_and_merged(request_of: Any, rng: Any) -> None:
 
 
 def test_more_split_tiles_than_are_merged_at_a_time(request_of: Any, rng: Any) -> None:
-    made = request_of((64, 32), blocks=rng.random((1, 2, 8, 150)) < 0.9)
+    # Of 538 steps, a share is 60: four tiles are cut in nine parts, a round, the rest in thirds.
+    steps = rng.permutation([91, 91, 91, 121, *[24] * 6])
+    blocks = rng.permuted(np.arange(242) < 2 * steps[:, None], axis=1)
+    made = request_of((64, 32), blocks=blocks[None, None])
     tasks = make_plan(made.mask, *made.arrays, regime=RETAIN).tasks()
-    assert len(tasks.merge_tile) > 3 * SMS
+    assert len(tasks.merge_tile) == len(steps) > 3 * SMS
     made.check(RETAIN)
 
 

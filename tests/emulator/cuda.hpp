@@ -175,8 +175,9 @@ inline int __all_sync(unsigned mask, bool on) {
   return emulator::ballot(mask, on, "__all_sync") == mask;
 }
 template <typename T>
-inline T __shfl_sync(unsigned mask, T value, int source) {
-  return emulator::shuffle(mask, value, source & 31, "__shfl_sync");
+inline T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+  const int first = emulator::lane() & ~(width - 1);
+  return emulator::shuffle(mask, value, first + (source & (width - 1)), "__shfl_sync");
 }
 template <typename T>
 inline T __shfl_xor_sync(unsigned mask, T value, int bits) {

@@ -52,16 +52,20 @@ BITS = [(64, 64, 64, 1), (64, 128, 128, 1), (128, 128, 64, 2), (256, 64, 32, 1)]
 
 
 def _entries() -> list[KernelConfig]:
-    """Of attend_wgmma all without twins; of attend_mma each shape there is, in one dtype."""
+    """Of attend_wgmma all without twins; of attend_mma each shape there is, in one dtype.
+
+    None that gathers rows, which plans of block masks never take (attention/test_gather.py).
+    """
     shapes: dict[Any, KernelConfig] = {}
-    for config in (c for arch in ARCHS for c in catalog(arch)):
+    plain = [c for arch in ARCHS for c in catalog(arch) if not c.gather]
+    for config in plain:
         sizes = (config.head_dim, config.tile_q, config.tile_kv, config.stages)
         if config.kernel == "attend_mma" and (not config.bits or sizes in BITS):
             # Dtypes take turns, so that both meet every head dim.
             turn = (config.tile_q // 64 + config.tile_kv // 32 + config.stages + config.bits) % 2
             if config.dtype == ("float16", "bfloat16")[turn]:
                 shapes.setdefault((sizes, config.bits), config)
-    hopper = [c for c in catalog("sm_90a") if c.kernel == "attend_wgmma" and not c.twins]
+    hopper = [c for c in plain if c.kernel == "attend_wgmma" and not c.twins]
     return [*hopper, *shapes.values()]
 
 

@@ -104,6 +104,45 @@ class TestBounds:
         numbers = slice(7, 811)  # of NaN the bits may differ
         np.testing.assert_array_equal(by_wgmma[..., numbers], by_mma[..., numbers])
 
+    @pytest.mark.parametrize("shared", [(4, 2, 1), (5, 1, 1), (3, 2, 2), (2, 3, 2), (1, 5, 4)])
+    def test_wgmma_shares_parts_among_ctas(
+        self,
+        gpu: EmulatedGpu,
+        rng: np.random.Generator,
+        monkeypatch: pytest.MonkeyPatch,
+        shared: tuple[int, int, int],
+    ) -> None:
+        # Four tiles of parts, so that some CTAs of the last band may have none.
+        monkeypatch.setattr(key_bounds, "_teams", lambda *_: key_bounds._Teams(*shared))
+        q, k = (rng.integers(-4, 5, (1, 2, 2400, 8)).astype(np.float16) for _ in range(2))
+        made = key_bounds.bounds(
+            gpu.array(q), gpu.array(k), 16, 4, (0, 2400), (0, 0), [], norms=True
+        ).get()
+        assert gpu.launched[-1] == "key_bounds_wgmma_fp16"
+        expected = fg_attn.bounds(q, k, 16, parts=4)
+        assert abs(steps(made[..., :2400]) - steps(expected)).max() <= 1
+
+    @pytest.mark.parametrize(
+        ("row_tiles", "columns", "ctas", "shared"),
+        [
+            (5, 3600, 132, (5, 26, 1)),
+            (10, 3600, 132, (10, 13, 1)),
+            (3, 3600, 132, (3, 44, 1)),
+            (1, 7, 132, (1, 7, 1)),
+            (3, 4, 2, (1, 2, 3)),
+            (2, 1, 1, (1, 1, 2)),
+            (19, 3600, 132, (10, 13, 2)),
+            (300, 450, 132, (60, 2, 5)),
+        ],
+    )
+    def test_teams(
+        self, row_tiles: int, columns: int, ctas: int, shared: tuple[int, int, int]
+    ) -> None:
+        made = key_bounds._teams(row_tiles, columns, ctas)
+        assert made == shared
+        assert made.team * made.teams <= ctas
+        assert made.team * made.bands >= row_tiles
+
     def test_wgmma_serves_balls_of_rows_of_two_slabs(self) -> None:
         def kernel(arch: str, d: int, *, norms: bool) -> str:
             return key_bounds._bounding(arch, "bf16", d, norms=norms).kernel
@@ -135,9 +174,8 @@ def kept_by_hand(
     return kept
 
 
-#: Pairs of a row of 17,152 that keep_keys looks at first: 512, 15 words apart, each 32 of them a
-#: little further on.
-SAMPLED = [(32 * i + lane) * 15 + i * 15 // 16 for i in range(16) for lane in range(32)]
+#: Pairs of a row of 17,152 that keep_keys looks at first: 512, 15 words apart.
+SAMPLED = [15 * i for i in range(512)]
 
 
 def drawn(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float16]:

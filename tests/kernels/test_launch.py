@@ -357,3 +357,14 @@ def test_a_patch_sets_its_fields_and_leaves_the_others() -> None:
         expected[name] = value
     assert patch(before.tobytes(), *values).tobytes() == expected.tobytes()
     assert expected.tobytes() != before.tobytes()
+
+
+def test_attention_that_shares_the_gpu_has_more_ctas_of_fewer_tasks() -> None:
+    plain = [launch.persistent_ctas(n, 132, twins=False, shared=False) for n in (5, 132, 999)]
+    assert plain == [5, 132, 132]
+    shared = [launch.persistent_ctas(n, 132, twins=False, shared=True) for n in (5, 200, 999)]
+    assert shared == [5, 132, 500]
+    # Whole clusters, of which none is without a task but for the odd one.
+    pairs = [launch.persistent_ctas(n, 131, twins=True, shared=False) for n in (5, 999)]
+    assert pairs == [6, 130]
+    assert launch.persistent_ctas(1001, 131, twins=True, shared=True) == 500

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tessera_cupy import BlockMask
@@ -482,7 +484,7 @@ def test_ragged_lists_are_split_and_merged(run: Runner) -> None:
     for _ in range(6):
         blocks = rng.random((2, 30, 300)) < rng.choice([0.02, 0.9], (2, 30, 1))
         mask = ragged(blocks, rng, random_sizes, 1, "q and kv")
-        device = DeviceModel(int(rng.integers(2, 40)), 1, int(rng.choice([0, 1 << 30])))
+        device = DeviceModel(int(rng.integers(8, 160)), 1, int(rng.choice([0, 1 << 30])))
         for q_side, tile in (("retain", (64, 64)), ("split", (16, 64))):
             request = Request(mask, q_side, tile, batch=2, q_heads=2, device=device)
             tasks = check(run, request, mask.to_dense()[0])
@@ -534,7 +536,7 @@ def random_request(seed: int) -> tuple[Request, Blocks]:
     if one(True, False, False):
         blocks &= rng.random(blocks.shape[:2])[..., None] < 0.1  # a few rows with all the work
     mask = masked(blocks, (64, 32), (int(rng.integers(64)), int(rng.integers(32))), mask_batch)
-    device = DeviceModel(one(1, 3, 8), one(1, 2), one(0, 1 << 20, 3 << 20, 1 << 30))
+    device = DeviceModel(one(1, 3, 8, 40), one(1, 2), one(0, 1 << 20, 3 << 20, 1 << 30))
     return Request(
         mask,
         one("retain", "merge", "share"),
@@ -559,6 +561,65 @@ def test_tasks_of_any_request(run: Runner) -> None:
         last_cut += bool(cut and (tasks.task_tile[-2:] == tile).all())
         last_whole += not cut and len(tasks) % request.device.capacity != 0
     assert min(split, last_cut, last_whole) >= 5, (split, last_cut, last_whole)
+
+
+def of_lengths(lengths: list[int], sms: int) -> tuple[Request, Blocks]:
+    """Tiles of so many steps each, on so many CTAs."""
+    blocks = np.arange(max(1, *lengths)) < np.array(lengths)[None, :, None]
+    device = DeviceModel(sms=sms, ctas_per_sm=1, l2_bytes=1 << 20)
+    return Request(masked(blocks, (64, 64)), "retain", (64, 64), device=device), blocks
+
+
+@pytest.mark.parametrize(
+    ("sms", "lengths", "added", "merges"),
+    [
+        # One tile has over all but a share, and three quarters of a round are cut in quarters.
+        (4, [700] + [32] * 7, 3 + 9, 4),
+        (8, [3200] + [32] * 14, 7 + 18, 7),
+        # Few less than two thirds of the CTAs find tiles of over a share and a half.
+        (4, [152] * 2 + [32] * 3, 2 + 9, 5),
+        (8, [1160] * 5 + [32] * 12, 5 + 18, 11),
+    ],
+)
+def test_room_is_enough_for_the_most_parts(
+    run: Runner, sms: int, lengths: list[int], added: int, merges: int
+) -> None:
+    request, blocks = of_lengths(lengths, sms)
+    tasks = check(run, request, blocks)
+    assert (len(tasks) - len(lengths), len(tasks.merge_tile)) == (added, merges)
+    made = request.build()
+    assert added + made.merge_capacity <= made.slot_capacity
+
+
+@st.composite
+def lengths_and_ctas(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Tiles of a few lengths, long and short, for up to five rounds."""
+    sms = draw(st.integers(1, 12))
+    length = st.one_of(st.integers(0, 48), st.integers(0, 600))
+    count = st.integers(1, 2 * sms)
+    runs = draw(st.lists(st.tuples(length, count), min_size=1, max_size=4))
+    return [steps for steps, n in runs for _ in range(n)][: 5 * sms], sms
+
+
+@given(lengths_and_ctas())
+def test_room_is_enough_for_any_cuts(drawn: tuple[list[int], int]) -> None:
+    lengths, sms = drawn
+    request, _ = of_lengths(lengths, sms)
+    _, tasks = request.planned()
+    made, merges = request.build(), len(tasks.merge_tile)
+    assert len(tasks) <= made.task_capacity
+    assert merges <= made.merge_capacity
+    assert tasks.slots == len(tasks) - len(lengths) + merges <= made.slot_capacity
+
+
+def test_steps_beyond_32_bits_do_not_wrap(run: Runner) -> None:
+    """One list that many heads share: a CTA's share is more steps than its tile may have."""
+    blocks = np.ones((1, 1, 50_000), np.bool_)
+    device = DeviceModel(sms=1, ctas_per_sm=1, l2_bytes=1 << 30)
+    for heads in (14_400, 43_200, 86_400):
+        mask = masked(blocks, (64, 64))
+        request = Request(mask, "retain", (64, 64), q_heads=heads, device=device, kv_bytes=1)
+        assert check(run, request, blocks).slots == 0
 
 
 @pytest.mark.parametrize("share_of_room", [0.0, 0.3, 0.99])

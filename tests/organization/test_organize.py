@@ -332,21 +332,24 @@ def test_alternate_reverses_every_second_task() -> None:
 
 
 def test_split_cuts_what_would_hold_one_cta_too_long() -> None:
-    # 100 steps over 4 CTAs: limit max(8, ceil(100 / 16)) = 8; only above 12 is a tile cut.
-    device = DeviceModel(sms=2, ctas_per_sm=2, l2_bytes=0)
-    tasks = call(of_steps([12, 13, 0, 75]), Organization(split=True), device=device)
+    # 250 steps over 10 CTAs: a share is 25, and only above 37 is a tile cut.
+    device = DeviceModel(sms=5, ctas_per_sm=2, l2_bytes=0)
+    tasks = call(of_steps([37, 39, 0, 173, 1]), Organization(split=True), device=device)
     lengths = (tasks.task_end - tasks.task_begin).tolist()
-    assert tasks.task_tile.tolist() == [0, 1, 1, 2, *[3] * 10]
-    assert lengths == [12, 6, 7, 0, 7, 8, 7, 8, 7, 8, 7, 8, 7, 8]
-    assert tasks.task_slot.tolist() == [-1, 0, 1, -1, *range(2, 12)]
+    assert tasks.task_tile.tolist() == [0, 1, 1, 2, *[3] * 7, 4]
+    assert lengths == [37, 19, 20, 0, 24, 25, 25, 24, 25, 25, 25, 1]
+    assert tasks.task_slot.tolist() == [-1, 0, 1, -1, *range(2, 9), -1]
     assert tasks.merge_tile.tolist() == [1, 3]
     assert tasks.merge_head.tolist() == [0, 0]
-    assert tasks.merge_offsets.tolist() == [0, 2, 12]
+    assert tasks.merge_offsets.tolist() == [0, 2, 9]
+    # One step more is above half a share more.
+    tasks = call(of_steps([38, 38, 0, 173, 1]), Organization(split=True), device=device)
+    assert np.bincount(tasks.task_tile).tolist() == [2, 2, 1, 7, 1]
 
 
 def test_the_split_limit_grows_with_the_request() -> None:
-    # 320 steps over 4 CTAs: limit 20, so 30 stays whole and 290 becomes 15 parts.
-    device = DeviceModel(sms=4, ctas_per_sm=1, l2_bytes=0)
+    # 320 steps over 16 CTAs: limit 20, so 30 stays whole and 290 becomes 15 parts.
+    device = DeviceModel(sms=16, ctas_per_sm=1, l2_bytes=0)
     tasks = call(of_steps([30, 290]), Organization(split=True), device=device)
     assert np.bincount(tasks.task_tile).tolist() == [1, 15]
     # More heads that share the tiles fill the GPU by themselves.
@@ -359,7 +362,8 @@ def test_the_split_limit_grows_with_the_request() -> None:
 
 
 def test_parts_of_a_split_tile_are_sorted_by_their_own_length() -> None:
-    tasks = call(of_steps([10, 40]), Organization(longest=True, split=True))
+    device = DeviceModel(sms=4, ctas_per_sm=1, l2_bytes=0)
+    tasks = call(of_steps([10, 40]), Organization(longest=True, split=True), device=device)
     # Limit 13: 40 steps become four parts of ten, as long as the whole tile before them.
     assert tasks.task_tile.tolist() == [0, 1, 1, 1, 1]
     assert tasks.task_slot.tolist() == [-1, 0, 1, 2, 3]
@@ -434,19 +438,20 @@ def test_only_the_last_group_of_heads_is_cut() -> None:
 
 
 def test_pairs_that_do_not_exceed_the_capacity_are_cut_by_length_only() -> None:
-    # Limit 12: eleven tasks on three CTAs, the last one of 16 steps behind a part of 12.
-    device = DeviceModel(sms=3, ctas_per_sm=1, l2_bytes=0)
+    # Limit 12: eleven tasks on twelve CTAs. Halves of the 16 steps would end sooner, so as the
+    # last round they would be cut.
+    device = DeviceModel(sms=12, ctas_per_sm=1, l2_bytes=0)
     tasks = call(of_steps([120, 16]), Organization(split=True), device=device)
     assert np.bincount(tasks.task_tile).tolist() == [10, 1]
 
 
 def test_parts_of_long_tiles_are_not_cut_again() -> None:
-    # Limit 46, so 70 steps are two parts; the second and a tile of 40 make the last round.
+    # Limit 51, so 80 steps are two parts; the second and a tile of 70 make the last round.
     device = DeviceModel(sms=3, ctas_per_sm=1, l2_bytes=0)
-    tasks = call(of_steps([40] * 11 + [70, 40]), Organization(split=True), device=device)
-    assert tasks.task_tile.tolist() == [*range(11), 11, 11, 12, 12]
-    assert (tasks.task_end - tasks.task_begin)[11:].tolist() == [35, 35, 20, 20]
-    assert tasks.task_slot[11:].tolist() == [0, 1, 2, 3]
+    tasks = call(of_steps([1, 1, 80, 70]), Organization(split=True), device=device)
+    assert tasks.task_tile.tolist() == [0, 1, 2, 2, 3, 3]
+    assert (tasks.task_end - tasks.task_begin).tolist() == [1, 1, 40, 40, 35, 35]
+    assert tasks.task_slot.tolist() == [-1, -1, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["split", "longest+split", "runs+longest+split"])
@@ -623,9 +628,9 @@ def test_counts_beyond_32_bits_do_not_wrap() -> None:
     tiles = of_steps([60_000])
     device = DeviceModel(sms=1000, ctas_per_sm=1000, l2_bytes=0)
     tasks = call(tiles, Organization(split=True), q_heads=40_000, device=device)
-    # Limit ceil(2.4e9 / 4e6) = 600.
-    assert tasks.slots == 40_000 * 100
-    assert (tasks.task_end - tasks.task_begin == 600).all()
+    # Limit 2.4e9 / 1e6 = 2,400.
+    assert tasks.slots == 40_000 * 25
+    assert (tasks.task_end - tasks.task_begin == 2_400).all()
     # Steps times parts of one tile: 200,000 * 25,000.
     tasks = call(of_steps([200_000]), Organization(split=True), device=device)
     assert (tasks.task_begin == np.arange(0, 200_000, 8)).all()

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tessera_cupy import ArraySpec, BlockMask, parallel
+from tessera_cupy.parallel import exchange
 from tests.parallel.cases import DIM, FOUR, TWO, Case, local
 
 Job = Callable[[int], Any]
@@ -81,6 +82,31 @@ def subgroup(rank: int) -> Any:
     q, k, v = tensors(EVEN, rank // 2)
     out = parallel.attention(q, k, v, EVEN.mask(), group=mine, scheme="ring", timeout=60)
     return out.numpy()
+
+
+def ended_group(rank: int) -> Any:
+    """A group that is destroyed is gone, with its threads, though its plan lives."""
+
+    def threads() -> int:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        return sum("gloo_runloop" in name for name in names)
+
+    before = threads()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    q, k, v = tensors(EVEN, rank)
+    plan = parallel.make_plan(EVEN.mask(), q, k, v, scheme="ulysses", group=group, timeout=60)
+    plan.run(q, k, v)
+    parallel.attention(q, k, v, EVEN.mask(), scheme="ring", group=group, timeout=60)
+    more = threads()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    after = threads()
+    try:
+        plan.run(q, k, v)
+    except ValueError as error:
+        return before, more, after, str(error)
+    return before, more, after, "ran"
 
 
 def keeps_heads(rank: int) -> Any:
@@ -172,13 +198,73 @@ def failing_kernel(rank: int) -> Any:
     return call(rank, timeout=lambda _: 3)
 
 
+#: Cases, and in how many turns they run.
+TURNS = (
+    (EVEN, (1, 2)),
+    (Case("uneven, text", (32, 17), heads=5, kv_heads=5, text=11, layout="BSHD"), (1, 2, 3)),
+    (Case("grouped", (33, 31), heads=6, kv_heads=3, batch=2), (1, 2)),
+    (Case("bfloat16", (40, 30), heads=7, kv_heads=7, dtype="bfloat16"), (1, 2, 3, 4)),
+)
+
+
+def turns(rank: int) -> Any:
+    """By case, whether turns give the bits of one, twice, and again with messages as they are."""
+    same = []
+    packed = exchange.LEAST_MESSAGE
+    for case, counts in TURNS:
+        given = tensors(case, rank)
+        plan = parallel.make_plan(
+            case.mask(), *given, scheme="ulysses", layout=case.layout, text=case.text, timeout=60
+        )
+        once = plan.run(*given)
+        several = [plan.with_turns(count) for count in counts]
+        runs = [one.run(*given) for one in (*several, *several)]
+        exchange.LEAST_MESSAGE = 0.0
+        runs += [one.run(*given) for one in (plan, *several)]
+        exchange.LEAST_MESSAGE = packed
+        same.append(all(bool((once == out).all()) for out in runs))
+    return same
+
+
+def turns_of_a_deal(rank: int) -> Any:
+    """Turns stay with another deal; what cannot be is refused."""
+    q, k, v = tensors(EVEN, rank)
+    plan = parallel.make_plan(EVEN.mask(), q, k, v, scheme="ulysses", timeout=60).with_turns(2)
+    other = plan.with_deal(parallel.Deal(((0, 1), (2, 3))))
+    refused = []
+    ring = parallel.make_plan(EVEN.mask(), q, k, v, scheme="ring", timeout=60)
+    for one, count in ((plan, 3), (plan, 0), (ring, 2)):
+        try:
+            one.with_turns(count)
+        except ValueError as error:
+            refused.append(str(error))
+    return other.schedule.turns, bool((other.run(q, k, v) == plan.run(q, k, v)).all()), refused
+
+
+def failing_turn(rank: int) -> Any:
+    """Rank 1's attention fails in its second turn of three, while the third one moves."""
+    case = TURNS[-1][0]
+    given = tensors(case, rank)
+    plan = parallel.make_plan(case.mask(), *given, scheme="ulysses", timeout=3).with_turns(3)
+    if rank == 1:
+        whole, calls = parallel.local.block_sparse_attention, iter(range(3))
+
+        def broken(*given: Any, **more: Any) -> Any:
+            if next(calls) == 1:
+                raise MemoryError("no room for the tiles")
+            return whole(*given, **more)
+
+        parallel.local.block_sparse_attention = broken  # type: ignore[attr-defined]
+    return plan.run(*given)
+
+
 def plan_and_wrong_run(rank: int) -> Any:
     q, k, v = tensors(EVEN, rank)
     plan = parallel.make_plan(EVEN.mask(), q, k, v, scheme="ulysses", timeout=3)
     return plan.run(q[:, :, :1] if rank == 1 else q, k, v)
 
 
-def killed(scheme: Any, when: int, victim: int) -> Job:
+def killed(scheme: Any, when: int, victim: int, turns: int = 1) -> Job:
     """A rank is killed, before it has sent anything or at a later request."""
 
     def job(rank: int) -> Any:
@@ -186,6 +272,8 @@ def killed(scheme: Any, when: int, victim: int) -> Job:
         q = torch.ones(1, 4, 16, DIM)
         mask = BlockMask.from_dense(np.ones((size, size), bool), (16, 16))
         plan = parallel.make_plan(mask, q, scheme=scheme, timeout=2)
+        if turns > 1:
+            plan = plan.with_turns(turns)
         if rank == victim:
             from tessera_cupy.parallel import transfers
 
@@ -222,13 +310,26 @@ def of_cases(cases: Iterable[Case]) -> dict[str, Job]:
 
 #: By name of a group, how many ranks it has and what they do; a failure is the end of a group.
 GROUPS: dict[str, tuple[int, dict[str, Job]]] = {
-    "two": (2, {**of_cases(TWO), "auto": auto, "keeps heads": keeps_heads, **BAD}),
+    "two": (
+        2,
+        {
+            **of_cases(TWO),
+            "auto": auto,
+            "keeps heads": keeps_heads,
+            "ended group": ended_group,
+            "turns": turns,
+            "turns of a deal": turns_of_a_deal,
+            **BAD,
+        },
+    ),
     "four": (4, {**of_cases(FOUR), "plan twice": plan_twice, "subgroup": subgroup}),
     "failing": (2, {"": failing_kernel}),
+    "failing-turn": (2, {"": failing_turn}),
     "wrong-run": (2, {"": plan_and_wrong_run}),
     "late": (2, {"": late}),
     "killed-ulysses": (4, {"": killed("ulysses", 0, 2)}),
-    "killed-back": (3, {"": killed("ulysses", 1, 2)}),
+    "killed-back": (3, {"": killed("ulysses", 2, 2)}),
+    "killed-turn": (2, {"": killed("ulysses", 3, 1, turns=2)}),
     "killed-ring": (4, {"": killed("ring", 2, 2)}),
     "killed-hybrid": (4, {"": killed((2, 2), 1, 2)}),
     "killed-first": (2, {"": killed("ulysses", 0, 0)}),

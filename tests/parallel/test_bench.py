@@ -6,15 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from tessera_cupy.bench import parallel_times
 from tessera_cupy.bench.corpus import Source
 from tessera_cupy.bench.mask_file import _key
 from tessera_cupy.bench.parallel_request import FAMILY, with_text
+from tessera_cupy.bench.ranks import Ranks
+from tessera_cupy.cli import main
 from tessera_cupy.video import VideoGrid
 
 ROOT = Path(__file__).parents[2]
@@ -55,32 +59,67 @@ def uneven(path: Path, counts: list[int]) -> list[str]:
     return ["--heads", str(len(counts)), "--mask-cache", str(path)]
 
 
+class Alone:
+    """The only rank."""
+
+    on_gpu = False
+
+    def wait(self) -> None: ...
+
+    def tell(self, facts: dict[str, float]) -> list[dict[str, float]]:
+        return [facts]
+
+
+def test_a_sample_is_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(parallel_times, "now", lambda ranks: clock[0])
+
+    def taking(ms: float) -> Callable[[], None]:
+        def call() -> None:
+            clock[0] += 1e-3 * ms
+
+        return call
+
+    calls = {"short": taking(3.0), "long": taking(50.0)}
+    samples = parallel_times.timings(cast("Ranks", Alone()), calls, lambda: None)
+    assert samples["short"] == pytest.approx([3.0] * 7)
+    assert samples["long"] == pytest.approx([50.0] * 7)
+
+
 @pytest.mark.parallel
 def test_every_scheme_is_compared_and_timed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- bench:parallel -->\n<!-- /bench:parallel -->\n")
     mask = uneven(tmp_path / "masks.npz", [8, 8, 2, 2])
-    done = torchrun(tmp_path, 2, [*SIZES, *mask, "--json", "--into", str(page)])
+    words = [*SIZES, *mask, "--turns", "1", "2", "--json", "--into", str(page)]
+    done = torchrun(tmp_path, 2, words)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert (report["tokens"], report["density"], report["passed"]) == (640, 0.5, True)
     alone, *rows = report["rows"]
     assert alone["ranks"] == 1
-    assert [(row["scheme"], row["split"]) for row in rows] == [
-        ("ulysses", "work"),
-        ("ulysses", "count"),
-        ("ring", None),
+    assert [(row["scheme"], row["split"], row["turns"]) for row in rows] == [
+        ("ulysses", "work", 1),
+        ("ulysses", "work", 2),
+        ("ulysses", "count", 1),
+        ("ring", None, 1),
     ]
     # 8 and 2 columns for each rank; 16 of 20 columns are one rank's where numbers are equal.
-    assert [row["work"] for row in rows] == pytest.approx([1.0, 1.6, 1.0])
+    assert [row["work"] for row in rows] == pytest.approx([1.0, 1.0, 1.6, 1.0])
+    assert rows[0]["predicted_ms"] != rows[1]["predicted_ms"]
     for row in rows:
         assert row["efficiency"] == pytest.approx(alone["ms"] / row["ms"] / 2)
         assert row["check"]["rows"] == 4 * 640
         assert row["attention_ms"]["most"] >= row["attention_ms"]["mean"] > 0
     # Half of the heads of q, k, v and O, 320 rows of 64 bytes, from each rank to the other.
-    assert [row["sent_bytes"]["total"] for row in rows[:2]] == [2 * 4 * 2 * 320 * 64] * 2
-    assert "| ulysses | count |" in page.read_text()
+    assert [row["sent_bytes"]["total"] for row in rows[:3]] == [2 * 4 * 2 * 320 * 64] * 3
+    assert "| ulysses | work | 2 |" in page.read_text()
     assert "torchrun --nproc-per-node 2 -m tessera_cupy" in page.read_text()
+    (tmp_path / "run.json").write_text(done.stdout)
+    before = page.read_text()
+    page.write_text("<!-- bench:parallel -->\n<!-- /bench:parallel -->\n")
+    assert main(["bench", "report", str(tmp_path / "run.json"), "--into", str(page)]) == 0
+    assert page.read_text() == before
 
 
 @pytest.mark.parallel
@@ -124,8 +163,6 @@ if rank == 1:
 
 @pytest.mark.parallel
 def test_torchrun_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    from tessera_cupy.cli import main
-
     assert main(["bench", "parallel"]) == 1
     assert "Fix: run `torchrun --nproc-per-node 2 -m" in capsys.readouterr().err
 

@@ -99,6 +99,14 @@ def test_groups_may_be_parts_of_all_ranks(found: Found) -> None:
         np.testing.assert_allclose(out, local(expected, case.q, rank // 2, "BHSD"), atol=2e-5)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_destroyed_group_is_not_kept_alive(found: Found) -> None:
+    for before, during, after, text in done(found, "two", "ended group"):
+        assert during > before
+        assert after == before
+        assert text.startswith("`group`: expected a process group, got one that was destroyed")
+
+
 def test_auto_takes_one_scheme_on_all_ranks(found: Found) -> None:
     case = TWO[0]
     expected = reference.attention(*case.arrays(), case.mask())
@@ -115,6 +123,20 @@ def test_heads_stay_while_that_is_even(found: Found) -> None:
     for deals in done(found, "two", "keeps heads"):
         assert deals[:2] == expected[:2]
         assert deals[2] in (expected[2], ((0, 2), (1, 3)))
+
+
+def test_turns_give_the_same_bits(found: Found) -> None:
+    for same in done(found, "two", "turns"):
+        assert same == [True] * 4
+
+
+def test_turns_stay_with_another_deal_and_have_bounds(found: Found) -> None:
+    for turns, same, refused in done(found, "two", "turns of a deal"):
+        assert turns == (((0,), (1,)), ((2,), (3,)))
+        assert same
+        assert len(refused) == 3
+        assert refused[0].startswith("`turns`: expected 1 to 2, got 3. Fix: ")
+        assert refused[2].startswith("`turns`: expected 1 to 1, got 2. Fix: ")
 
 
 ON_ONE = {
@@ -170,8 +192,9 @@ def test_the_group_serves_calls_after_bad_ones(found: Found) -> None:
         np.testing.assert_allclose(out, local(expected, case.q, rank, "BHSD"), atol=2e-5)
 
 
-def test_a_rank_that_fails_while_computing_is_named(found: Found) -> None:
-    errors = failed(found, "failing")
+@pytest.mark.parametrize("group", ["failing", "failing-turn"])
+def test_a_rank_that_fails_while_computing_is_named(found: Found, group: str) -> None:
+    errors = failed(found, group)
     assert sorted(errors) == [0, 1]
     for kind, text, seconds in errors.values():
         assert (kind, text) == ("RankError", "rank 1 failed: MemoryError: no room for the tiles")
@@ -202,6 +225,14 @@ def test_a_killed_rank_ends_the_others(found: Found, group: str, survivors: list
         assert text.startswith("rank 2 did not go on within 2 s"), rank
         assert seconds < 2 + 1 + 2  # the time-out, agreement, a busy machine
     assert sorted(failed(found, group)) == survivors
+
+
+def test_a_rank_that_is_killed_between_turns_ends_the_other(found: Found) -> None:
+    assert list(found["killed-turn"]) == [0]
+    kind, text, seconds = failed(found, "killed-turn")[0]
+    assert kind == "RankError"
+    assert text.startswith("rank 1 did not go on within 2 s")
+    assert seconds < 2 + 1 + 2
 
 
 def test_the_rank_that_holds_the_store_may_be_killed_too(found: Found) -> None:

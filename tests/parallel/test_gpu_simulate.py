@@ -13,9 +13,11 @@ from tessera_cupy.parallel import Degrees, Shards, make_schedule, simulate
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("degrees", "turns"), [((2, 1), 1), ((2, 1), 2), ((1, 2), 1), ((2, 2), 1), ((1, 4), 1)]
+)
 @pytest.mark.parametrize("text", [0, 77])
-def test_ranks_in_turn_equal_the_whole(degrees: tuple[int, int], text: int) -> None:
+def test_ranks_in_turn_equal_the_whole(degrees: tuple[int, int], turns: int, text: int) -> None:
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     ranks = degrees[0] * degrees[1]
@@ -24,6 +26,7 @@ def test_ranks_in_turn_equal_the_whole(degrees: tuple[int, int], text: int) -> N
     keep = rng.random((6, blocks, blocks)) < np.linspace(0.1, 0.9, 6)[:, None, None]
     mask = BlockMask.from_dense(keep, (64, 64), (tokens, tokens))
     schedule = make_schedule(mask, Degrees(*degrees), shards, shards, q_heads=6, kv_heads=3)
+    schedule = schedule.in_turns(turns)
     whole = [
         torch.from_numpy(rng.standard_normal((1, heads, tokens, 64), np.float32)).bfloat16()
         for heads in (6, 3, 3)

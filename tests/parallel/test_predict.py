@@ -18,10 +18,13 @@ SPEC = ArraySpec((1, 4, 2048, 128))
 
 
 def test_one_rank_takes_what_the_cost_model_says() -> None:
-    found = predict(FULL, SPEC, ranks=1)
-    alone = predict_plan(make_plan(FULL, SPEC, arch="sm_90a")).ms
+    # Long enough that each head fills the GPU.
+    mask = BlockMask.from_dense(np.ones((4, 64, 64), bool), (128, 128))
+    spec = ArraySpec((1, 4, 8192, 128))
+    found = predict(mask, spec, ranks=1)
+    alone = predict_plan(make_plan(mask, spec, arch="sm_90a")).ms
     # The rate is that of three heads of the four, of which it is no exact multiple.
-    assert found.best.ms == pytest.approx(alone, rel=0.35)
+    assert found.best.ms == pytest.approx(alone, rel=0.1)
     assert found.best.sent.tolist() == [0]
     assert found.alone_ms == pytest.approx(found.best.ms)
 

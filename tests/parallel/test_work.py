@@ -64,8 +64,8 @@ def test_a_ring_sends_only_what_is_needed() -> None:
     # K and V of one head and 16 tokens, to the rank behind; the last has none.
     assert schedule.sent.tolist() == [[0, 32], [0, 32], [0, 32], [0, 0]]
     assert schedule.loads().tolist() == [512, 1024, 1024, 1024]
-    assert schedule.submask(0, 1) is None
-    assert schedule.submask(1, 1) is not None
+    assert schedule.submask(0, 0, 1) is None
+    assert schedule.submask(1, 0, 1) is not None
 
 
 def test_ulysses_moves_heads_and_nothing_else() -> None:

@@ -433,6 +433,12 @@ inline void mbarrier_init(u32 barrier, u32 arrivals) {
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(u32 barrier) { emulator::arrive(barrier, 0); }
 inline void mbarrier_arrive_expect(u32 barrier, u32 bytes) { emulator::arrive(barrier, bytes); }
+inline void mbarrier_expect(u32 barrier, u32 bytes) {
+  emulator::Mbarrier& at = emulator::mbarrier_at(barrier);
+  if (at.missing == 0) emulator::fail("mbarrier %#x expects bytes behind all arrivals", barrier);
+  at.bytes += bytes;
+  emulator::maybe_switch();
+}
 inline void cp_async_arrive(u32 barrier) {
   emulator::copies.after([barrier] { emulator::count_arrival(barrier, 0); });
 }
