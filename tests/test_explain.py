@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,14 +11,50 @@ from tessera_cupy import ArraySpec, BlockMask, make_plan
 from tessera_cupy.cost import predict
 from tessera_cupy.explain import brief
 from tessera_cupy.plan import Plan
-from tessera_cupy.regimes import Features, load_for
+from tessera_cupy.regimes import Features, Table, load_table
 from tessera_cupy.regimes.naming import bucketed_axes
 
 MASK = BlockMask.from_dense(np.tri(5, dtype=bool), (64, 64))
+# One key with a reason for every density, and one with a single bucket.
+TABLE = """
+schema: 1
+arch: toy
+provenance: default
+device: null
+catalog: null
+raw_data: null
+reasons: for tests
+base: [attend_mma/q64k64/retain-pack/longest, attend_mma/q64k64/split-pack/longest]
+keys:
+  - match: {block_q: 64}
+    why: blocks share a tile until their lists are alike
+    edges: {density: [0.75]}
+    regimes:
+      - {when: {density: {below: 0.75}}, plans: [attend_wgmma/q128k192/share-pack/longest]}
+      - {when: {density: {from: 0.75}}, plans: [attend_wgmma/q128k192/merge-pack/longest]}
+  - match: {block_q: 128}
+    why: a block fills 128 rows
+    regimes:
+      - {when: {}, plans: [attend_wgmma/q128k192/retain-pack/longest]}
+"""
 
 
-def plan(mask: BlockMask = MASK, dim: int = 128, dtype: str = "bfloat16", heads: int = 1) -> Plan:
-    return make_plan(mask, ArraySpec((1, heads, mask.shape[0], dim), dtype), arch="sm_90a")
+@pytest.fixture
+def table(tmp_path: Path) -> Table:
+    path = tmp_path / "toy.yaml"
+    path.write_text(TABLE)
+    return load_table(path)
+
+
+def plan(
+    mask: BlockMask = MASK,
+    dim: int = 128,
+    dtype: str = "bfloat16",
+    heads: int = 1,
+    regime: str | Table = "auto",
+) -> Plan:
+    spec = ArraySpec((1, heads, mask.shape[0], dim), dtype)
+    return make_plan(mask, spec, regime=regime, arch="sm_90a")
 
 
 def line(text: str, title: str) -> str:
@@ -47,21 +85,20 @@ def test_no_work_is_zero() -> None:
     assert work == "0 FLOP active, 0 FLOP issued; 0 B of K and V loaded"
 
 
-def test_a_reason_for_several_buckets_says_so() -> None:
-    split = plan()
+def test_a_reason_for_several_buckets_says_so(table: Table) -> None:
+    split = plan(regime=table)
     assert line(split.explain(), "regime").endswith(" density<0.75")
     assert line(split.explain(), "why") == f"(one reason for every density) {split.choice.why}"
-    whole = plan(BlockMask.from_dense(np.tri(3, dtype=bool), (128, 128)))
+    whole = plan(BlockMask.from_dense(np.tri(3, dtype=bool), (128, 128)), regime=table)
     assert "density" not in whole.choice.regime
     assert line(whole.explain(), "why") == whole.choice.why
 
 
-def test_every_axis_of_a_regimes_name_is_found() -> None:
+def test_every_axis_of_a_regimes_name_is_found(table: Table) -> None:
     found = bucketed_axes("sm90 q64k64 d<=128 heads<4 tokens>=32768 0.1<=density<0.3")
     assert found == ["heads", "tokens", "density"]
     assert bucketed_axes("sm90 base (no key for q8k8 d64 float16 BHSD)") == []
     assert bucketed_axes("given by the caller") == []
-    table = load_for("sm90")
     features = Features.of(MASK, batch=1, q_heads=1, dtype="float16", head_dim=64, layout="BHSD")
     assert bucketed_axes(table.lookup(features).regime) == ["density"]
 

@@ -22,7 +22,7 @@ def tiles(gpu: Any) -> list[str]:
         {
             f"{c.kernel}/q{c.tile_q}k{c.tile_kv}"
             for c in catalog(gpu.arch.name)
-            if c.kernel != "merge_splits" and c.serves(64)
+            if c.attends and c.serves(64) and not c.gather
         }
     )
 

@@ -33,7 +33,7 @@ def plans(gpu: Any, mask: BlockMask, dim: int) -> list[str]:
     kernels = {
         (c.kernel, c.tile_q, c.tile_kv)
         for c in catalog(gpu.arch.name)
-        if c.kernel != "merge_splits" and c.serves(dim) and c.bits == bits
+        if c.attends and c.serves(dim) and c.bits == bits and not c.gather
     }
     return [
         f"{kernel}/q{q}k{kv}/{side.name}"
@@ -107,10 +107,12 @@ def test_every_organization(gpu: Any, case: Any, rng: np.random.Generator, dim: 
     blocks[0, 3, 1] = False  # one is empty
     mask = BlockMask.from_dense(blocks, (64, 16), (170, 3001))
     cases = {dtype: case(mask, shared=2, dim=dim, dtype=dtype, rng=rng) for dtype in DTYPES}
-    kernels = {(c.kernel, c.tile_q, c.tile_kv) for c in catalog(gpu.arch.name) if c.serves(dim)}
+    kernels = {
+        (c.kernel, c.tile_q, c.tile_kv)
+        for c in catalog(gpu.arch.name)
+        if c.attends and c.serves(dim) and not c.gather  # a tile may have gathering entries alone
+    }
     for kernel, q, kv in sorted(kernels):
-        if kernel == "merge_splits":
-            continue
         for i, organization in enumerate(ORGANIZATIONS):
             dtype = DTYPES[i % 2]
             plan = f"{kernel}/q{q}k{kv}/retain-pack/{organization}"

@@ -37,7 +37,7 @@ def specs(mask: BlockMask, dim: int) -> list[str]:
         {
             (config.tile_q, config.tile_kv)
             for config in catalog("sm_90a")
-            if config.kernel == "attend_wgmma" and config.serves(dim)
+            if config.kernel == "attend_wgmma" and config.serves(dim) and not config.gather
         }
     )
     pairs = [

@@ -115,8 +115,8 @@ def test_a_wrong_output_is_the_exit_status(tmp_path, capsys, monkeypatch):
         (["--out", "nowhere/sm80.yaml"], "`out`: expected a folder that exists, got nowhere"),
         (["--out", "sm80.yaml", "--compile-only", "--fresh"], "`--compile-only`"),
         (["--out", "sm80.yaml", "--compile-only"], "expected a file of measurements, got sm80.npz"),
-        (["--out", "sm80.yaml", "--model", "sm_80", "--cases", "3", *SIZES], "expected at least 8"),
-        (["--out", "sm80.yaml", "--model", "sm_80", "--cases", "9", *SIZES], "at most 6 of one"),
+        (["--out", "sm80.yaml", "--model", "sm_80", "--cases", "2", *SIZES], "expected at least 3"),
+        (["--out", "sm80.yaml", "--model", "sm_80", "--cases", "3", *SIZES], "at most 2 of one"),
     ],
 )
 def test_bad_input_is_refused(tmp_path, capsys, monkeypatch, words, message):

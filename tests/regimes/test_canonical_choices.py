@@ -177,13 +177,18 @@ def test_grids_densities_and_edges_are_the_rules_own(name: str) -> None:
         assert least <= shape.density <= most
 
 
-# Entries of the catalog, of either dtype, that no shipped table names, and why; a plan that is
-# given by name, or by a rule, reaches them.
+# Entries of the catalog, of either dtype, that a shipped table does not name, and why; a plan that
+# is given by name, or by a rule, reaches them.
+_WIDER = "128 columns take its place at head dim 64, where shared memory allows: half the barriers"
 UNNAMED = {
-    "d64_q128k64w4": "128 columns take its place at head dim 64, where shared memory allows: half "
-    "the barriers",
+    "sm_80": {
+        "d64_q128k64w4": _WIDER,
+        "d64_q128k64w4_bits": _WIDER,
+        "d64_q128k64w4_gather": _WIDER,
+    },
+    # The other two were measured, and are ranked behind attend_wgmma and behind 128 columns.
+    "sm_90a": {"d64_q128k64w4_bits": f"{_WIDER}; no mask with token bits was measured there"},
 }
-UNNAMED_ON = ("sm_80", "sm_90a")
 
 
 def reached(arch: Arch, match: Match, plan: PlanSpec) -> set[KernelConfig]:
@@ -214,9 +219,7 @@ def test_every_attention_kernel_is_named_by_a_table_or_has_a_reason(name: str) -
     }
     left = {config for config in catalog(name) if config.attends} - named
     expected = {
-        config
-        for config in catalog(name)
-        if name in UNNAMED_ON and any(part in config.name for part in UNNAMED)
+        config for config in catalog(name) if config.name.endswith(tuple(UNNAMED.get(name, ())))
     }
     assert {config.name for config in left} == {config.name for config in expected}
 
