@@ -35,7 +35,6 @@ KINDS = (
     "slices-128",
     "dense-64",
     "dense-32",
-    "dense-16",
 )
 #: Clip and layers (seeds) that profiles are made from; the rest is kept for judging them.
 PROFILE_CLIP, PROFILE_LAYERS = "bikes", range(8)
