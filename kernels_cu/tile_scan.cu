@@ -246,8 +246,8 @@ __device__ __forceinline__ int order_turns(const TilesParams& p, TileScanStorage
               if (placing == 0) p.pair_slots[pair] = kNoTask;
               return kNoTask;
             }
-            // Tiles up to half above the limit stay whole.
-            const bool cut = 2 * steps > 3 * limit;
+            // Tiles up to half above the limit stay whole, and those up to two parts above it.
+            const bool cut = 2 * steps > 3 * limit && steps - limit >= 2 * p.part_steps;
             const int value = cut ? ceil_div(steps, limit) : ~bucket_of(shared.bucket_of, steps);
             if (placing == 0) {
               if (cut) shared.any_cut = 1;

@@ -245,9 +245,9 @@ def test_each_active_pair_once_and_no_other(
 @pytest.mark.parametrize("split", [False, True])
 def test_the_executor_against_the_oracle(side: str, group: int, q: int, split: bool) -> None:
     rng = np.random.default_rng(group + q)
-    sq, skv, heads, dim = 300, 1000, 2, 16
+    sq, skv, heads, dim = 300, 2000, 2, 16
     kept = rng.random((1, heads, -(-sq // group), skv)) < 0.2
-    kept[:, :, 0, 100:900] = True
+    kept[:, :, 0, 100:1900] = True
     kept[:, 1, -1] = False
     slices = KeySlices.from_groups(kept, group, (sq, skv))
     mask = slices.to_block_mask()

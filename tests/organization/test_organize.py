@@ -332,19 +332,28 @@ def test_alternate_reverses_every_second_task() -> None:
 
 
 def test_split_cuts_what_would_hold_one_cta_too_long() -> None:
-    # 250 steps over 10 CTAs: a share is 25, and only above 37 is a tile cut.
+    # 500 steps over 10 CTAs: a share is 50, and only above 75 is a tile cut.
     device = DeviceModel(sms=5, ctas_per_sm=2, l2_bytes=0)
-    tasks = call(of_steps([37, 39, 0, 173, 1]), Organization(split=True), device=device)
+    tasks = call(of_steps([75, 77, 0, 346, 2]), Organization(split=True), device=device)
     lengths = (tasks.task_end - tasks.task_begin).tolist()
     assert tasks.task_tile.tolist() == [0, 1, 1, 2, *[3] * 7, 4]
-    assert lengths == [37, 19, 20, 0, 24, 25, 25, 24, 25, 25, 25, 1]
+    assert lengths == [75, 38, 39, 0, 49, 49, 50, 49, 50, 49, 50, 2]
     assert tasks.task_slot.tolist() == [-1, 0, 1, -1, *range(2, 9), -1]
     assert tasks.merge_tile.tolist() == [1, 3]
     assert tasks.merge_head.tolist() == [0, 0]
     assert tasks.merge_offsets.tolist() == [0, 2, 9]
     # One step more is above half a share more.
-    tasks = call(of_steps([38, 38, 0, 173, 1]), Organization(split=True), device=device)
+    tasks = call(of_steps([76, 76, 0, 346, 2]), Organization(split=True), device=device)
     assert np.bincount(tasks.task_tile).tolist() == [2, 2, 1, 7, 1]
+
+
+def test_split_leaves_what_a_merge_would_not_win_back() -> None:
+    # 80 steps over 4 CTAs: a share is 20, and two of the shortest parts are 16.
+    device = DeviceModel(sms=4, ctas_per_sm=1, l2_bytes=0)
+    for longest, parts in ((35, 1), (36, 2)):
+        tiles = of_steps([longest, 20, 80 - 20 - longest])
+        tasks = call(tiles, Organization(split=True), device=device)
+        assert np.bincount(tasks.task_tile).tolist() == [parts, 1, 1]
 
 
 def test_the_split_limit_grows_with_the_request() -> None:
