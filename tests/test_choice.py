@@ -37,7 +37,7 @@ def test_each_plan_is_named_once(count: int) -> None:
     regime: str | Table = NAMES[0]
     if count == 2:
         base = tuple(PlanSpec.parse(name) for name in NAMES)
-        regime = Table(replace(load_for("sm89").document, base=base, keys=()))
+        regime = Table(replace(load_for("sm89").document, base=base, keys=(), reasoned=()))
     with pytest.raises(PlanNotEligibleError) as caught:
         make_plan(MASK, SPEC, regime=regime, arch="sm_89")
     message = str(caught.value)

@@ -24,7 +24,8 @@ from tessera_cupy.sparsifiers import fg_attn, spade, vsa
 from tessera_cupy.sparsifiers.selection import namespace
 from tessera_cupy.video import VideoGrid
 
-#: Kinds of masks: families of blocks, rules whose blocks are of other shapes, and slices of keys.
+#: Kinds of masks: families of blocks, rules whose blocks are of other shapes, slices of keys, and
+#: smaller blocks of which every one is kept, as rules do in a sampler's first steps.
 KINDS = (
     *(family.name for family in FAMILIES),
     "vsa",
@@ -32,6 +33,8 @@ KINDS = (
     "svg2",
     "slices-64",
     "slices-128",
+    "dense-64",
+    "dense-32",
 )
 #: Clip and layers (seeds) that profiles are made from; the rest is kept for judging them.
 PROFILE_CLIP, PROFILE_LAYERS = "bikes", range(8)
@@ -116,7 +119,8 @@ def recipes(
         seed: of the sizes and densities.
         most_tokens: of a grid; None means all grids.
         most_active: entries that a mask may keep over all heads, about: what plans that the host
-            makes of it cost grows with these. Slices may keep ten times as many.
+            makes of it cost grows with these. Slices may keep ten times as many, and blocks that
+            are all kept.
 
     Raises:
         ValueError: an unknown clip or kind, or no grid with so few tokens.
@@ -146,14 +150,16 @@ def _recipes(
     most_active: float,
 ) -> Iterator[Recipe]:
     rng = np.random.default_rng([seed, *clip.encode(), *layers])
+    of_dense = rng.spawn(1)[0]  # so that the others are the same without them
     dims = [dim for dim, weight in _WEIGHTS.items() for _ in range(weight)]
     round_ = 0
     while True:
         for kind in kinds:
             head_dim = dims[round_ % len(dims)]
             layer = layers[round_ % len(layers)]
-            most = most_active * (10 if kind.startswith("slices") else 1)
-            yield _draw(kind, clip, layer, head_dim, grids, most, rng)
+            dense = kind.startswith("dense-")
+            most = most_active * (10 if dense or kind.startswith("slices") else 1)
+            yield _draw(kind, clip, layer, head_dim, grids, most, of_dense if dense else rng)
         round_ += 1
 
 
@@ -170,7 +176,7 @@ def _draw(
     random = False
     if kind in _RULE_KEEPS:
         keep = _RULE_KEEPS[kind]
-    elif kind != "dense":
+    elif not kind.startswith("dense"):
         factor = _DENSITY_FACTORS[rng.integers(len(_DENSITY_FACTORS))]
         keep = round(min(_MOST_KEPT, _published(kind) * factor * rng.uniform(0.8, 1.25)), 4)
         random = _family(kind) is not None and bool(rng.random() < _RANDOM_SHARE)
@@ -185,6 +191,8 @@ def _draw(
         most_active / (keep * entries[grid]),
     )
     fitting = [heads for heads in _HEADS if heads <= most] or [1]
+    if kind.startswith("dense-"):  # many heads: a small request is soon over, whatever the plan
+        fitting = fitting[len(fitting) // 2 :]
     heads = fitting[rng.integers(len(fitting))]
     return Recipe(kind, clip, layer, grid, heads, head_dim, keep, random)
 
@@ -201,6 +209,9 @@ def _block(kind: str) -> tuple[int, int]:
     """(Query rows, keys) of one entry of the kind's masks."""
     if kind.startswith("slices"):
         return int(kind.removeprefix("slices-")), 1
+    if kind.startswith("dense-"):
+        size = int(kind.removeprefix("dense-"))
+        return size, size
     return next((f.block_size for f in FAMILIES if f.name == kind), (64, 64))
 
 
@@ -236,7 +247,7 @@ class MaskMaker:
             MissingExtraError: a package that makes the frames is not installed.
         """
         r = recipe
-        if r.kind == "dense":
+        if r.kind.startswith("dense"):
             block = _block(r.kind)
             every = np.ones((r.heads, *_blocks(r.grid, block)), bool)
             return self._over(self._to_device(every), block, r)

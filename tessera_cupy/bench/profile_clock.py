@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from statistics import geometric_mean
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from tessera_cupy.bench.check import Expected
 from tessera_cupy.bench.check_there import as_float32, expect_there
 from tessera_cupy.bench.race import race
 from tessera_cupy.bench.rows_there import Counted, kept_rows
-from tessera_cupy.cost import predict, typical_gpu
+from tessera_cupy.cost import GPUS, predict
 from tessera_cupy.errors import PlanNotEligibleError, PlanOverflowError, TesseraError
 from tessera_cupy.gpus import arch_of
 from tessera_cupy.kernels.arch import Arch, get_arch
@@ -253,7 +254,10 @@ class GpuClock:
 
 
 class ModelClock:
-    """Predicts for a GPU that is not here, from the cost model; masks are on the host.
+    """Predicts for GPUs that are not here, from the cost model; masks are on the host.
+
+    A time is the geometric mean over the GPUs of the architecture that the model knows, so that no
+    plan wins by a hair on one and loses by far on another.
 
     Args:
         arch: architecture name, such as ``"sm_80"``.
@@ -266,8 +270,8 @@ class ModelClock:
 
     def __init__(self, arch: str) -> None:
         self.arch = get_arch(arch)
-        self.gpu = typical_gpu(self.arch)
-        self.device = self.gpu.name
+        self.gpus = [gpu for gpu in GPUS.values() if gpu.arch == self.arch.name]
+        self.device = ", ".join(gpu.name for gpu in self.gpus)
         self.to_device = np.asarray
 
     def summary(self, mask: BlockMask | KeySlices) -> MaskSummary | None:
@@ -283,7 +287,7 @@ class ModelClock:
         for one in plans:
             try:
                 plan = make_plan(mask, spec, regime=one, arch=self.arch.name)
-                ms = predict(plan, self.gpu).ms
+                ms = geometric_mean(predict(plan, gpu).ms for gpu in self.gpus)
             except PlanNotEligibleError:
                 found.append(PlanTime(one, "not eligible"))
                 continue

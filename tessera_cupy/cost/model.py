@@ -1,19 +1,25 @@
 """Predicts how long a GPU takes for a plan, from its tiles and tasks alone.
 
-A task's time is that of three things which a multiprocessor does at the same time, in cycles of it
-when its CTAs have all the work that they can have:
+A task's time is made of what a multiprocessor does at the same time:
 
 - matrix: products, of the parts of a tile that take part in a step, at the GPU's matrix rate for
   the kernel's instructions;
-- softmax: exponentials at their rate, and the instructions that go with scores, with those that
-  are masked, and with the 16-byte copies of a kernel that copies by instructions;
-- L2: K and V rows, at the multiprocessor's share of L2's bandwidth.
+- softmax: exponentials at their rate, and the instructions that go with scores, and with those
+  that are masked;
+- L2: K and V rows, at the multiprocessor's share of L2's bandwidth;
+- shared memory, of ``attend_mma``: each warp reads K and V of a step, and Q where it does not keep
+  it in registers, and copies write them.
 
-They overlap, but not wholly: together they take ``(matrix^p + softmax^p + l2^p)^(1/p)``, where
-``p`` is a constant of the kernel (1 would be one after the other, infinity the longest alone). A
-part of a tile whose neighbours skip, or a CTA alone on its multiprocessor, has nothing to overlap
-with: no task is faster than the products and the softmax of its busiest part one after the other,
-and what a step waits for its copies. Each task costs a constant besides: its Q, its first K, its O.
+They overlap, but not wholly: together they take ``(matrix^p + softmax^p + L2^p)^(1/p)``, where
+``p`` is a constant of the kernel (1 would be one after the other, infinity the longest alone). Work
+of one part has nothing to overlap with: no task is faster than the products and the softmax of its
+busiest part one after the other. Each task costs a constant besides: its Q, its first K, its O.
+
+CTAs of ``attend_mma`` are several on a multiprocessor, and each goes through a step's products and
+its softmax one after the other, and then waits, for its warps wait for one another: a step takes as
+long, however few warps have a part in it. Where warps of several CTAs meet on a quarter of the
+multiprocessor, they queue for products and for softmax, as mean value analysis has it of a closed
+network of the two. That time takes the place of matrix and softmax in the sum above.
 
 Tasks go to slots for CTAs as on the GPU (:mod:`tessera_cupy.cost.timeline`). DRAM gives K and V of
 a head once, if they fit L2, else once for each round of CTAs; a kernel that would be faster than
@@ -26,13 +32,14 @@ The model does not know: how a GPU's power limit changes its clock with the load
 taken as it was in long runs, others run at their boost clock); how L2 is shared while tasks run,
 latencies that few CTAs do not hide other than by a constant, DRAM's efficiency; what a compiler
 makes of a kernel on another generation, spills included; bank conflicts; which CTAs the hardware
-puts on which multiprocessor; whether neighbours take turns badly; the fallback of
-``attend_wgmma`` that takes tasks twice. Token bits are taken for any other masking. A first call's
-compilation and the plan's own making are not in it.
+puts on which multiprocessor, and which warps on which of its quarters; whether neighbours take
+turns badly; the fallback of ``attend_wgmma`` that takes tasks twice. Token bits are taken for any
+other masking. A first call's compilation and the plan's own making are not in it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +67,8 @@ class KernelCosts:
         overlap: the exponent ``p``.
         score: instructions of a thread for each of its scores, besides the exponential.
         masked: more of them for a score in a step that masks.
-        copy: instructions of a thread for each 16 bytes that it copies.
-        cp_async: how many times as long as the copy engine's L2 gives rows to ``cp.async``.
-        latency: cycles of a step that a CTA alone on its multiprocessor waits.
+        cp_async: how many times as long as others L2 takes to give single rows.
+        latency: cycles that a step waits besides.
         task: cycles of a task besides its steps.
         persistent: whether CTAs take tasks in turn, or there is a CTA for each.
     """
@@ -70,7 +76,6 @@ class KernelCosts:
     overlap: float
     score: float
     masked: float
-    copy: float
     cp_async: float
     latency: float
     task: float
@@ -83,27 +88,28 @@ COSTS = {
         overlap=2.3,
         score=4.9,
         masked=1.7,
-        copy=0,
         cp_async=1.75,
         latency=0,
         task=5000,
         persistent=True,
     ),
     "attend_mma": KernelCosts(
-        overlap=1.9,
-        score=5.8,
-        masked=6.8,
-        copy=4,
-        cp_async=1.75,
-        latency=800,
-        task=1300,
+        overlap=2.9,
+        score=4.0,
+        masked=6.2,
+        cp_async=1,
+        latency=760,
+        task=4300,
         persistent=False,
     ),
 }
 
 LAUNCH_MS = 0.003
-MERGE_MS = 0.003
+MERGE_MS = 0.002
+#: Part of L2's bandwidth that writing the parts of split tiles and merging them reach.
+MERGE_L2 = 0.2
 _LANES = 128  # threads of a multiprocessor that issue an instruction in a cycle
+_SHARED = 128  # bytes that shared memory gives one multiprocessor a clock
 _PORT = 64  # bytes that L2 gives one multiprocessor a clock (A100 white paper)
 
 
@@ -122,8 +128,9 @@ class Prediction:
             ``s % gpu.sms``.
         start_ms: (N,) float64, when each starts, milliseconds after the first.
         end_ms: (N,) float64, when each ends.
-        bounds: milliseconds that matrix products, softmax, L2 and DRAM would each take if they were
-            all there is, spread evenly: ``"matrix"``, ``"softmax"``, ``"L2"`` and ``"DRAM"``.
+        bounds: milliseconds that matrix products, softmax, L2, shared memory and DRAM would each
+            take if they were all there is, spread evenly: ``"matrix"``, ``"softmax"``, ``"L2"``,
+            ``"shared memory"`` and ``"DRAM"``.
     """
 
     gpu: Gpu
@@ -213,14 +220,17 @@ def predict_tasks(
 def predict_work(work: Work, config: KernelConfig, request: Request, gpu: Gpu) -> Prediction:
     """As :func:`predict_tasks`, from counts of the tasks' work."""
     costs = COSTS[config.kernel]
-    parts = component_cycles(work, config, gpu)
-    together = _together(parts, costs.overlap)
     ctas = 1 if costs.persistent else config.ctas_per_sm(gpu.limits)
     slots = gpu.sms * ctas
-    # Fewer tasks than slots lie on all multiprocessors alike.
-    residents = min(float(ctas), max(1.0, len(work) / gpu.sms))
-    alone = _alone(work, config, gpu, parts["L2"])
-    cycles = np.maximum(residents * together, alone) + costs.task
+    beside = _residents(len(work), ctas, gpu)
+    parts = component_cycles(work, config, gpu)
+    if costs.persistent:
+        cycles = np.maximum(_together(parts, costs.overlap), _alone(work, config, gpu))
+    else:
+        memory = {name: beside * parts[name] for name in ("L2", "shared memory")}
+        queued = {"products and softmax": _queued(work, config, gpu, beside)}
+        cycles = _together(queued | memory, costs.overlap)
+    cycles = cycles + costs.task
     place = in_turn if costs.persistent else first_free
     slot, start = place(cycles, slots)
     per_ms = gpu.clock_ghz * 1e6
@@ -243,37 +253,77 @@ def predict_work(work: Work, config: KernelConfig, request: Request, gpu: Gpu) -
     )
 
 
+def _residents(tasks: int, ctas: int, gpu: Gpu) -> NDArray[np.float64]:
+    """(N,) CTAs on a multiprocessor while each task runs.
+
+    Tasks of a round that is not full lie on all multiprocessors alike.
+    """
+    slots = gpu.sms * ctas
+    whole = tasks // slots * slots
+    beside = np.full(tasks, float(ctas))
+    beside[whole:] = max(1.0, (tasks - whole) / gpu.sms)
+    return beside
+
+
 def component_cycles(work: Work, config: KernelConfig, gpu: Gpu) -> dict[str, NDArray[np.float64]]:
-    """Cycles of each task's matrix products, softmax and L2 reads, as if each were all there is.
+    """Cycles of each task's components, as if each were all there is.
 
     Returns:
-        (N,) for ``"matrix"``, ``"softmax"`` and ``"L2"``.
+        (N,) for ``"matrix"``, ``"softmax"``, ``"L2"`` and ``"shared memory"``.
     """
     costs = COSTS[config.kernel]
-    size = config.rows_together * config.tile_kv * (1.0 if costs.persistent else _lopsided(work))
-    scores, masked = work.parts.sum(axis=1) * size, work.masked.sum(axis=1) * size
+    computed = work.parts.sum(axis=1)
+    scores = computed * float(config.rows_together * config.tile_kv)
     row_bytes = 2 * 2 * config.head_dim  # of K and V
-    copies = work.rows * (row_bytes / 16)
-    softmax = scores * (1 / gpu.ex2 + costs.score / _LANES)
-    softmax = softmax + (masked * costs.masked + copies * costs.copy) / _LANES
-    slow = work.gathered if costs.persistent else work.rows
-    rows = work.rows + slow * (costs.cp_async - 1)
+    rows = work.rows + work.gathered * (costs.cp_async - 1)
     share = min(_PORT, gpu.l2_per_clock / max(1, min(gpu.sms, len(work))))
+    shared = np.zeros(len(work))
+    if not costs.persistent:
+        q_rows = 0 if config.q_in_registers else config.rows_together
+        read = config.tile_kv * row_bytes + q_rows * (row_bytes // 2)
+        shared = (computed * read + work.rows * row_bytes) / _SHARED
     return {
         "matrix": scores * (4 * config.head_dim / gpu.matrix_rate(config.kernel)),
-        "softmax": softmax,
+        "softmax": scores * _softmax(work, config, gpu),
         "L2": rows * row_bytes * np.where(work.twins, 0.5, 1.0) / share,
+        "shared memory": shared,
     }
 
 
-def _lopsided(work: Work) -> float:
-    """How many times as long a multiprocessor takes as if its quarters had equal work.
+def _softmax(work: Work, config: KernelConfig, gpu: Gpu) -> NDArray[np.float64]:
+    """(N,) cycles of a score: its exponential and instructions, more where it may be masked."""
+    costs = COSTS[config.kernel]
+    masked = work.masked.sum(axis=1) / np.maximum(1, work.parts.sum(axis=1))
+    cycles: NDArray[np.float64] = 1 / gpu.ex2 + (costs.score + masked * costs.masked) / _LANES
+    return cycles
 
-    Each warp of a CTA is on a quarter of its own, which is the same in every CTA; so where all
-    tiles leave the same warp without rows, its quarter has nothing to do. A warpgroup is on all.
+
+def _queued(
+    work: Work, config: KernelConfig, gpu: Gpu, beside: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """(N,) cycles of tasks whose CTAs queue for products and softmax, a step each in turn.
+
+    Each warp of a CTA is on a quarter of the multiprocessor. Warps that compute a step meet those
+    of the CTAs beside it always where all warps compute, or half of them, and not where one of
+    four does: CTAs begin at different quarters.
     """
-    of_parts = work.parts.sum(axis=0)
-    return float(of_parts.max(initial=0) * len(of_parts) / max(1, of_parts.sum()))
+    costs = COSTS[config.kernel]
+    size = float(config.rows_together * config.warps * config.tile_kv)
+    each = [
+        np.full(len(work), size * 4 * config.head_dim / gpu.matrix_rate(config.kernel)),
+        size * _softmax(work, config, gpu),
+    ]
+    computing = work.parts.sum(axis=1) / np.maximum(1, work.parts.shape[1] * work.steps)
+    meet = np.clip(4 * computing - 1, 0, 1)
+    waiting = [np.zeros(len(work)), np.zeros(len(work))]  # at each of the two, on average
+    step = np.zeros(len(work))
+    for ctas in range(1, math.ceil(beside.max(initial=0)) + 1):
+        stays = [one * (1 + meet * n) for one, n in zip(each, waiting, strict=True)]
+        with_one_more = stays[0] + stays[1] + costs.latency
+        waiting = [ctas * stay / with_one_more for stay in stays]
+        step += np.clip(beside - (ctas - 1), 0, 1) * (with_one_more - step)
+    cycles: NDArray[np.float64] = work.steps * step
+    return cycles
 
 
 def _together(parts: dict[str, NDArray[np.float64]], p: float) -> NDArray[np.float64]:
@@ -282,20 +332,11 @@ def _together(parts: dict[str, NDArray[np.float64]], p: float) -> NDArray[np.flo
     return together
 
 
-def _alone(
-    work: Work, config: KernelConfig, gpu: Gpu, l2: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Least cycles of each task: those of its busiest part, whose work does not overlap itself.
-
-    A warp has a quarter of the multiprocessor to itself, a warpgroup all of it.
-    """
-    costs = COSTS[config.kernel]
-    rows = config.rows_together * (1 if costs.persistent else config.warps)
-    scores = work.parts.max(axis=1, initial=0) * float(rows * config.tile_kv)
-    each = 4 * config.head_dim / gpu.matrix_rate(config.kernel)
-    each += 1 / gpu.ex2 + costs.score / _LANES
-    copying = 0.0 if costs.persistent else np.maximum(l2, costs.latency * work.steps)
-    alone: NDArray[np.float64] = scores * each + copying
+def _alone(work: Work, config: KernelConfig, gpu: Gpu) -> NDArray[np.float64]:
+    """(N,) least cycles of tasks: those of the busiest part, whose work does not overlap itself."""
+    each = 4 * config.head_dim / gpu.matrix_rate(config.kernel) + _softmax(work, config, gpu)
+    size = float(config.rows_together * config.tile_kv)
+    alone: NDArray[np.float64] = work.parts.max(axis=1, initial=0) * (size * each)
     return alone
 
 
@@ -315,9 +356,9 @@ def _dram_bytes(work: Work, request: Request, slots: int, gpu: Gpu) -> float:
 
 
 def _merge_ms(work: Work, config: KernelConfig, gpu: Gpu) -> float:
-    """Milliseconds of merging: a launch, and the parts read from L2."""
+    """Milliseconds of merging: a launch, and the parts through L2."""
     parts = int(work.is_part.sum())
     if not parts:
         return 0.0
     workspace = 4 * parts * config.tile_q * (config.head_dim + 2)
-    return MERGE_MS + workspace / (gpu.l2_per_clock * gpu.clock_ghz * 1e6)
+    return MERGE_MS + workspace / (MERGE_L2 * gpu.l2_per_clock * gpu.clock_ghz * 1e6)

@@ -130,6 +130,11 @@ class KernelConfig:
         return 64 if self.kernel == "attend_wgmma" else self.tile_q // self.warps
 
     @property
+    def q_in_registers(self) -> bool:
+        """Whether a warp of attend_mma keeps its Q beside O and S, and reads it once."""
+        return _q_in_registers(self.head_dim, self.tile_q, self.warps)
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one CTA, bytes."""
         if self.kernel in _TILE_SMEM:
@@ -166,14 +171,17 @@ class KernelConfig:
         return min(self.min_ctas, arch.smem_sm // (self.smem_bytes + SMEM_RESERVED))
 
 
+def _q_in_registers(head_dim: int, tile_q: int, warps: int) -> bool:
+    return tile_q == 16 * warps and head_dim <= 128
+
+
 def _attend_smem(
     head_dim: int, tile_q: int, tile_kv: int, warps: int, stages: int, bits: bool
 ) -> int:
     """Size of ``SharedStorage`` in attend_mma.cu; each specialisation asserts that it is."""
     q = tile_q * head_dim * 2
     kv = tile_kv * head_dim * 2
-    q_in_registers = tile_q == 16 * warps and head_dim <= 128
-    q_shares_v = q_in_registers and stages == 1 and q <= kv
+    q_shares_v = _q_in_registers(head_dim, tile_q, warps) and stages == 1 and q <= kv
     groups = tile_kv // 8
     table = 4 * tile_kv + 4 * groups + 2 * 4 * (groups if bits else 1)
     size = 2 * kv * stages + (0 if q_shares_v else q)

@@ -88,9 +88,15 @@ def test_no_recipe_asks_for_more_than_a_gpu_has_time_for():
 def test_masks_keep_no_more_entries_than_the_host_can_plan():
     for recipe in islice(recipes(most_active=1e5), 300):
         mask_entries = math.prod(_blocks(recipe.grid, _block(recipe.kind)))
-        most = 1e6 if recipe.kind.startswith("slices") else 1e5
+        most = 1e6 if recipe.kind.startswith(("slices", "dense-")) else 1e5
         small = recipe.heads == 1 and recipe.grid.tokens == 4096
         assert small or recipe.heads * recipe.keep * mask_entries <= most
+
+
+def test_smaller_blocks_that_are_all_kept_change_no_other_recipe():
+    others = [kind for kind in KINDS if not kind.startswith("dense-")]
+    drawn = [r for r in draw(5 * len(KINDS)) if r.kind in others]
+    assert drawn == draw(5 * len(others), kinds=others)
 
 
 def test_profiles_and_what_judges_them_share_no_source():

@@ -7,9 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tessera_cupy import BlockMask, interop
+from tessera_cupy import ArraySpec, BlockMask, interop, make_plan
 from tessera_cupy.bench import gpu, profile_clock
 from tessera_cupy.bench.profile_clock import GpuClock, GpuLostError, ModelClock
+from tessera_cupy.cost import find_gpu, predict
 from tessera_cupy.errors import PlanOverflowError
 from tessera_cupy.kernels.arch import get_arch
 from tessera_cupy.masks import KeySlices
@@ -259,3 +260,16 @@ def test_a_model_s_times_are_those_of_the_plan_on_that_gpu(mask):
     assert len(timed) > 5
     assert all(t.ms == t.low == t.high > 0 for t in timed)
     assert {t.state for t in found.values()} == {"timed", "not eligible"}
+
+
+def test_a_model_s_time_is_the_mean_of_the_gpus_of_the_architecture(mask):
+    clock = ModelClock("sm_89")
+    assert clock.device == "RTX 4090, L40S"
+    plan = PlanSpec.parse("attend_mma/q64k64/retain-pack/longest+split")
+    [time] = clock.times(mask, HEADS, DIM, [plan])
+    made = make_plan(
+        mask, ArraySpec((1, HEADS, TOKENS, DIM), "bfloat16"), regime=plan, arch="sm_89"
+    )
+    first, second = (predict(made, find_gpu(name)).ms for name in ("RTX 4090", "L40S"))
+    assert first != second
+    assert time.ms == pytest.approx((first * second) ** 0.5)

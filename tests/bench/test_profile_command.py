@@ -162,7 +162,7 @@ def test_the_regret_is_shown_as_tables(tmp_path, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "within 3%" in shown
-    assert "Regret of the table sm80.yaml (default)" in shown
+    assert "Regret of the table sm80.yaml (model)" in shown
 
 
 def test_regret_refuses_no_cases(capsys):

@@ -124,7 +124,70 @@ def _slices() -> Iterator[Point]:
     yield Point("slices 192 0.1 1", "split-gather", 411)
 
 
-POINTS = {p.name: p for p in (*_families(), *_random(), *_short_head_dim(), *_slices())}
+# attend_mma alone by CUDA events, random masks, 83 of 271 times: size, density and heads of a mask,
+# tile and mapping, rates at head dims 128 and 64. 16,384 tokens, or 8,192 where heads are 4.
+_MMA = """
+128 0.1 8  q64k64/split-pack       305.9  246.1
+128 0.1 8  q128k64/retain-pack     349.9  270.2
+128 0.1 8  q128k128/retain-pack        -  304.4
+128 0.1 8  q64k32/split-pack       118.9      -
+64 0.1 8   q64k64/retain-pack      307.7  247.5
+64 0.1 8   q128k64/retain-pack     188.6  146.9
+64 0.1 8   q128k64/merge-pack      211.4  164.4
+64 0.1 8   q128k64/share-pack      221.4  170.1
+64 0.1 8   q128k128/merge-pack         -  150.8
+64 0.1 8   q128k128/share-pack         -  181.8
+32 0.1 8   q64k64/retain-pack      201.7  152.0
+32 0.1 8   q64k64/merge-pack       174.0  132.8
+32 0.1 8   q64k64/share-pack       209.9  162.3
+32 0.1 8   q128k64/merge-pack      111.9   80.3
+32 0.1 8   q128k64/share-pack      122.8   87.7
+32 0.1 8   q128k128/retain-pack        -  113.1
+32 0.1 8   q64k32/retain-pack       82.4      -
+16 0.1 8   q64k64/retain-pack      126.9   89.2
+16 0.1 8   q64k64/merge-pack        94.3   70.2
+16 0.1 8   q64k64/share-pack       108.2   79.9
+16 0.1 8   q128k64/retain-pack      68.2   48.6
+16 0.1 8   q128k64/share-pack       67.5   45.6
+16 0.1 8   q128k128/merge-pack         -   46.6
+128 1.0 8  q64k64/split-pack       330.8  273.5
+128 1.0 8  q128k64/retain-pack     384.4  295.9
+128 1.0 8  q128k128/retain-pack        -  334.5
+64 1.0 8   q64k64/retain-pack      328.3  273.7
+64 1.0 8   q128k128/share-pack         -  335.2
+32 1.0 8   q64k64/retain-pack      220.9  169.1
+32 1.0 8   q64k64/merge-pack       328.1  273.2
+64 0.3 8   q64k64/retain-pack      321.2  265.9
+64 0.3 8   q128k64/share-pack      249.7  193.5
+32 0.3 8   q64k64/share-pack       236.5  187.8
+16 0.3 8   q64k64/share-pack       139.5  103.3
+16 0.3 8   q128k64/merge-pack      107.3   76.8
+128 0.03 8 q64k64/split-pack       259.0  198.1
+128 0.03 8 q128k64/retain-pack     285.4  219.3
+64 0.03 8  q64k64/retain-pack      258.2  199.4
+64 0.03 8  q128k64/merge-pack      184.7  139.5
+32 0.03 8  q64k64/share-pack       172.0  127.7
+32 0.03 8  q128k128/share-pack         -   69.3
+16 0.03 8  q128k64/share-pack       52.7   35.6
+128 0.1 4  q64k64/split-split      217.7  174.2
+128 0.1 4  q128k64/retain-split    323.3  245.7
+32 0.1 4   q128k64/retain-merge     62.5   43.9
+32 0.1 4   q64k32/retain-retain     76.3      -
+16 0.1 4   q64k64/retain-merge      34.4   24.9
+"""
+
+
+def _mma() -> Iterator[Point]:
+    for line in _MMA.split("\n")[1:-1]:
+        size, density, heads, plan, *rates = line.split()
+        mask = f"blocks {size} {density} {heads}"
+        for head_dim, rate in zip((128, 64), rates, strict=True):
+            if rate != "-":
+                tokens = 2048 * int(heads)
+                yield Point(mask, f"attend_mma/{plan}", float(rate), head_dim, int(heads), tokens)
+
+
+POINTS = {p.name: p for p in (*_families(), *_random(), *_short_head_dim(), *_slices(), *_mma())}
 
 
 @cache

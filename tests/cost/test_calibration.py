@@ -12,7 +12,7 @@ from tessera_cupy.cost import predict
 from tests.cost import calibration
 from tests.cost.calibration import POINTS, Point
 
-WORST, MEDIAN = 0.15, 0.05
+WORST, MEDIAN = 0.2, 0.04
 
 
 def error(point: Point) -> float:
@@ -77,4 +77,4 @@ def test_few_long_rows(regime: str, split: float, whole: float) -> None:
     spec = calibration.ArraySpec((1, 2, 4096, 128), "bfloat16")
     for organization, measured in (("longest+split", split), ("longest", whole)):
         plan = make_plan(mask, spec, regime=f"{regime}/{organization}", arch="sm_90a")
-        assert predict(plan).ms == pytest.approx(measured, rel=0.25)
+        assert predict(plan).ms == pytest.approx(measured, rel=0.3)
