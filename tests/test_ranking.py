@@ -24,7 +24,9 @@ def table(name: str = "sm80", **changes: Any) -> Table:
     """The reasoned keys of a shipped table, with other facts."""
     document = load_for(name).document
     facts = {"provenance": "default", "device": None, "catalog": None, "raw_data": None}
-    return Table(replace(document, **{**facts, "keys": document.reasoned, "reasoned": (), **changes}))
+    return Table(
+        replace(document, **{**facts, "keys": document.reasoned, "reasoned": (), **changes})
+    )
 
 
 def measured(name: str = "sm80", **changes: Any) -> Table:
