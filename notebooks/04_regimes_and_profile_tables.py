@@ -75,16 +75,17 @@ for name, value in features._asdict().items():
 # between edges, each with a ranking of its own.
 #
 # Here is a key of `sm90`, the table of the H100 and H200, as a map. The title names the key: *q* is
-# the rows of a query block, *uniform* means that blocks are of one size, *d* is the head dim. A box
-# is a regime. The axes show where edges are, not how far they are apart. The text in a box is its
-# first plan: mapping, and rows x columns of a tile. Look at the thick lines: there the ranking
+# the rows of a query block, *k* the columns of a key block, *uniform* means that blocks are of one
+# size, *no-bits* that none is kept in part, *d* is the head dim. A box is a regime. The axes show
+# where edges are, not how far they are apart; *rows* are heads times tokens. The text in a box is
+# its first plan: mapping, and rows x columns of a tile. Look at the thick lines: there the ranking
 # changes.
 
 # %%
 shipped = load_for("sm90")
 keys = shipped.document.keys
 most = max(range(len(keys)), key=lambda number: sum(map(len, keys[number].edges)))
-others = {"heads": 12, "tokens": 32_760, "run_coverage": 0.5}
+others = {"heads": 12, "run_coverage": 0.5}
 _, ax = plt.subplots(figsize=(9, 3.2), layout="constrained")
 viz.draw_table(ax, shipped, key=most, x="density", y="rows", at=others)
 

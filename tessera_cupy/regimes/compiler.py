@@ -30,8 +30,8 @@ from tessera_cupy.regimes.tree import (
     pruned,
 )
 
-#: Fewest cases that make a key at all; fewer leave its requests to the reasoned keys. Times taken in
-#: turns are right within a percent or two, so that a few say more than a reason does.
+#: Fewest cases that make a key at all; fewer leave its requests to the reasoned keys. Times taken
+#: in turns are right within a percent or two, so that a few say more than a reason does.
 LEAST_CASES = 3
 # Ends (included) of the classes of block sizes and head dims: kernels' tiles and halves of them.
 _Q_CLASSES = (16, 32, 64, 128, 192)

@@ -402,16 +402,28 @@ def test_offsets_that_end_early_or_fall_are_found(
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("group", "dim", "expected"),
+    ("group", "dim", "expected", "regime", "why"),
     [
-        (64, 64, "attend_wgmma/q128k192/share-gather"),
-        (128, 128, "attend_wgmma/q128k192/retain-gather"),
-        (192, 80, "attend_wgmma/q128k192/split-gather"),
-        (128, 256, "attend_mma/q64k32/split-gather"),
+        (64, 64, "attend_wgmma/q128k128/share-gather", "slices q33-64 ", " cases from "),
+        (128, 128, "attend_wgmma/q128k192/retain-gather", "slices q65-128 ", " cases from "),
+        (
+            192,
+            80,
+            "attend_wgmma/q128k192/split-gather",
+            "reasoned slices q192 ",
+            "single keys are gathered",
+        ),
+        (
+            128,
+            256,
+            "attend_mma/q64k32/split-gather",
+            "reasoned slices q128-192 ",
+            "single keys are gathered",
+        ),
     ],
 )
 def test_auto_gathers_and_waits_once_for_64_bytes(
-    gpu: Any, group: int, dim: int, expected: str
+    gpu: Any, group: int, dim: int, expected: str, regime: str, why: str
 ) -> None:
     shape = (300, 210)
     kept = drawn(group, shape, 0.2, (1, 2))
@@ -427,8 +439,10 @@ def test_auto_gathers_and_waits_once_for_64_bytes(
     assert plan.spec.name == f"{expected}/longest+split"
     text = plan.explain()
     assert f"slices of {group} rows by single keys" in text
-    assert "single keys are gathered" in text
-    assert f"sm90 slices q{group}" in text
+    assert plan.choice.regime.startswith(f"sm90 {regime}")
+    assert plan.choice.regime in text
+    assert why in plan.choice.why
+    assert plan.choice.why in text
 
 
 @needs_compiler

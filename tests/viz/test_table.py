@@ -138,8 +138,11 @@ def test_every_key_of_the_shipped_tables_can_be_drawn(arch: str) -> None:
 
     table = load_for(arch)
     for number, key in enumerate(table.document.all_keys):
-        others = [i for i, axis in enumerate(AXES) if axis not in ("density", "tokens")]
-        at = {AXES[i]: key.edges[i][0] for i in others if key.edges[i]}
+        at = {
+            axis: edges[0]
+            for axis, edges in zip(AXES, key.edges, strict=True)
+            if edges and axis not in ("density", "tokens")
+        }
         viz.draw_table(Figure().subplots(), table, key=number, at=at)
 
 
