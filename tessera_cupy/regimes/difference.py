@@ -79,11 +79,11 @@ def differences(old: Table, new: Table) -> list[Difference]:
     >>> from tessera_cupy.regimes import load_for
     >>> sm80 = load_for("sm80")
     >>> ruled = sm80.with_rule(
-    ...     "attend_mma/q64k64/retain-pack/rows", block_q=64, block_kv=64, density=(0.75, None),
-    ...     ragged=False, head_dim=96,
+    ...     "attend_mma/q64k64/retain-pack/rows", block_q=64, block_kv=64, density=(0.95, None),
+    ...     ragged=False, token_bits=False, head_dim=96,
     ... )  # fmt: skip
     >>> [difference.name for difference in differences(sm80, ruled)]
-    ['q64k64 uniform d96 density>=0.75']
+    ['q64k64 uniform no-bits d96 density>=0.95']
     """
     found = []
     for values in (_BLOCKS, _SLICES):
