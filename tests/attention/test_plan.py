@@ -36,7 +36,7 @@ SPEC = ArraySpec((1, 4, 100, 64), "float16")
 def ranking(*plans: str) -> Table:
     """A table with these plans for every request."""
     specs = tuple(PlanSpec.parse(f"attend_mma/{plan}") for plan in plans)
-    return Table(replace(load_for("sm89").document, base=specs, keys=()))
+    return Table(replace(load_for("sm89").document, base=specs, keys=(), reasoned=()))
 
 
 def test_a_plan_runs_any_arrays_of_its_geometry(case: Any) -> None:
@@ -359,11 +359,13 @@ def test_where_the_first_choice_does_not_fit_a_smaller_tile_is_chosen(
 ) -> None:
     spec = ArraySpec((1, 1, 256, 128), "float16")
     mask = BlockMask.from_dense(np.ones((2, 2), bool), (128, 128))
-    usual = make_plan(mask, spec, arch="sm_89")
+    document = load_for("sm89").document
+    reasoned = Table(replace(document, keys=document.reasoned, reasoned=()))
+    usual = make_plan(mask, spec, arch="sm_89", regime=reasoned)
     limit = usual.config.smem_bytes - 1
     small: Arch = replace(ARCHS["sm_89"], smem_block=limit)
     monkeypatch.setattr("tessera_cupy.attention.get_arch", lambda name: small)
-    plan = make_plan(mask, spec, arch="sm_89")
+    plan = make_plan(mask, spec, arch="sm_89", regime=reasoned)
     assert plan.config.smem_bytes <= limit
     assert plan.choice.passed_over[0][0] == usual.spec.name
     assert "shared memory" in plan.choice.passed_over[0][1]
