@@ -14,7 +14,7 @@ from tessera_cupy.kernels.cache import default_cache
 from tessera_cupy.kernels.catalog import TOKEN_KERNELS, KernelConfig, catalog, merge_for, timed
 
 EVERY = [config for arch in ARCHS for config in catalog(arch)]
-# Those that keep time in one dtype: they are made on demand, and differ by the same few instructions.
+# Those that keep time in one dtype: they are made on demand, and differ by the same instructions.
 EVERY += [timed(config) for config in EVERY if config.attends and config.dtype == "bfloat16"]
 
 
