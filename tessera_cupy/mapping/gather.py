@@ -16,8 +16,8 @@ orders the steps.
 Slices over arrays in GPU memory are planned there (``kernels_cu/slice_fragments.cu``), where all
 keys are gathered, those of runs too: telling runs from single keys would take another pass over
 the lists, and few keys lie in runs that are long enough. Of 10% and 30% of the keys of real video,
-0.1 to 2% do in raster order, 5 to 21% in SPADE's tiles; at the costs below, blocks of them would
-save up to 5% of the time of groups of 64 and 2% of that of 128. Their tiles here are the same.
+0.1 to 2% did in raster order, 5 to 21% in SPADE's tiles; at the costs below, blocks of them would
+save at most 3% of the time of groups of 64 and 2% of that of 128. Their tiles here are the same.
 """
 
 from __future__ import annotations
