@@ -90,6 +90,8 @@ def run_in_order(chosen: list[Block]) -> None:
     if any("plan.explain()" in block.code for block in chosen):
         assert "useful fraction" in done.stdout
         assert all(line in printed for line in said)
+    elif any("gpu" in block.needs for block in chosen):  # figures differ from GPU to GPU
+        assert all(line in printed for line in said)
     else:
         assert printed == said
 

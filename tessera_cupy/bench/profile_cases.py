@@ -40,7 +40,8 @@ KINDS = (
 PROFILE_CLIP, PROFILE_LAYERS = "bikes", range(8)
 HELD_OUT_CLIP, HELD_OUT_LAYERS = "carphone_pristine", range(100, 104)
 
-_GRIDS = (
+#: Grids of the tokens, from few to many.
+GRIDS = (
     VideoGrid(8, 16, 32),  # 4,096 tokens
     VideoGrid(9, 30, 30),  # 8,100
     VideoGrid(13, 30, 45),  # CogVideoX 5B
@@ -51,11 +52,15 @@ _GRIDS = (
     VideoGrid(21, 45, 80),  # Wan 720p
     VideoGrid(30, 48, 80),  # HunyuanVideo 768p
 )
+#: That of the published evaluation of block families: 57,600 tokens.
+ABLATION_GRID = VideoGrid(16, 45, 80)
 _HEADS = (1, 2, 4, 8, 16, 24, 40)
 # Kinds get as many recipes as this says of each head dim, relative to one another.
 _WEIGHTS = {128: 2, 64: 1}
 # The longest attention of a case, in operations: some 10 ms where dense attention is fastest.
 _MOST_OPERATIONS = 6e12
+#: The longest attention of a small case, in operations: some 0.2 ms.
+SMALL_OPERATIONS = 1e11
 # Factors on the published density, and the most that a mask that is not dense keeps.
 _DENSITY_FACTORS = (0.25, 0.5, 1.0, 1.0, 2.0, 4.0, 7.0)
 _MOST_KEPT = 0.9
@@ -109,6 +114,7 @@ def recipes(
     seed: int = 0,
     most_tokens: int | None = None,
     most_active: float = 3e6,
+    small_too: bool = False,
 ) -> Iterator[Recipe]:
     """Recipes without end, dealt out kind by kind; the same arguments give the same ones.
 
@@ -121,6 +127,9 @@ def recipes(
         most_active: entries that a mask may keep over all heads, about: what plans that the host
             makes of it cost grows with these. Slices may keep ten times as many, and blocks that
             are all kept.
+        small_too: after all kinds, all again with requests that are soon over. Which plan is best
+            for those hangs on how many tiles and multiprocessors there are, so that it takes more
+            of them to tell.
 
     Raises:
         ValueError: an unknown clip or kind, or no grid with so few tokens.
@@ -134,11 +143,11 @@ def recipes(
     for kind in kinds:
         if kind not in KINDS:
             raise ValueError(wrong("kinds", f"of {', '.join(KINDS)}", repr(kind), "pick of them"))
-    grids = [grid for grid in _GRIDS if most_tokens is None or grid.tokens <= most_tokens]
+    grids = [grid for grid in GRIDS if most_tokens is None or grid.tokens <= most_tokens]
     if not grids:
-        least = min(grid.tokens for grid in _GRIDS)
+        least = min(grid.tokens for grid in GRIDS)
         raise ValueError(wrong("most_tokens", f"at least {least}", most_tokens, "allow more"))
-    return _recipes(clip, list(layers), list(kinds), seed, grids, most_active)
+    return _recipes(clip, list(layers), list(kinds), seed, grids, most_active, small_too)
 
 
 def _recipes(
@@ -148,18 +157,23 @@ def _recipes(
     seed: int,
     grids: list[VideoGrid],
     most_active: float,
+    small_too: bool,
 ) -> Iterator[Recipe]:
     rng = np.random.default_rng([seed, *clip.encode(), *layers])
-    of_dense = rng.spawn(1)[0]  # so that the others are the same without them
+    of_dense, of_small = rng.spawn(2)  # so that the others are the same without them
     dims = [dim for dim, weight in _WEIGHTS.items() for _ in range(weight)]
+    sizes = (_MOST_OPERATIONS, SMALL_OPERATIONS) if small_too else (_MOST_OPERATIONS,)
     round_ = 0
     while True:
-        for kind in kinds:
+        for small, operations in enumerate(sizes):
             head_dim = dims[round_ % len(dims)]
-            layer = layers[round_ % len(layers)]
-            dense = kind.startswith("dense-")
-            most = most_active * (10 if dense or kind.startswith("slices") else 1)
-            yield _draw(kind, clip, layer, head_dim, grids, most, of_dense if dense else rng)
+            # Small requests of another layer, so that each layer has large ones and small ones.
+            layer = layers[(round_ + small) % len(layers)]
+            for kind in kinds:
+                dense = kind.startswith("dense-")
+                active = most_active * (10 if dense or kind.startswith("slices") else 1)
+                source = of_small if small else of_dense if dense else rng
+                yield _draw(kind, clip, layer, head_dim, grids, (active, operations), source)
         round_ += 1
 
 
@@ -169,9 +183,11 @@ def _draw(
     layer: int,
     head_dim: int,
     grids: list[VideoGrid],
-    most_active: float,
+    most: tuple[float, float],
     rng: np.random.Generator,
 ) -> Recipe:
+    """A recipe; ``most`` are the entries that its mask may keep, and the operations under it."""
+    most_active, most_operations = most
     keep = 1.0
     random = False
     if kind in _RULE_KEEPS:
@@ -182,15 +198,18 @@ def _draw(
         random = _family(kind) is not None and bool(rng.random() < _RANDOM_SHARE)
         random |= kind.startswith("slices") and bool(rng.random() < _RANDOM_SHARE)
     entries = {grid: math.prod(_blocks(grid, _block(kind))) for grid in grids}
-    grids = [grid for grid in grids if keep * entries[grid] <= most_active] or grids[:1]
-    grid = grids[rng.integers(len(grids))]
-    operations = 4 * head_dim * keep * float(grid.tokens) ** 2
-    most = min(
-        _MOST_OPERATIONS / operations,
+    operations = {grid: 4 * head_dim * keep * float(grid.tokens) ** 2 for grid in grids}
+    fit = [grid for grid in grids if keep * entries[grid] <= most_active]
+    if most_operations < _MOST_OPERATIONS:
+        fit = [grid for grid in fit if operations[grid] <= most_operations]
+    fit = fit or grids[:1]
+    grid = fit[rng.integers(len(fit))]
+    most_heads = min(
+        most_operations / operations[grid],
         _MOST_ENTRIES / entries[grid],
         most_active / (keep * entries[grid]),
     )
-    fitting = [heads for heads in _HEADS if heads <= most] or [1]
+    fitting = [heads for heads in _HEADS if heads <= most_heads] or [1]
     if kind.startswith("dense-"):  # many heads: a small request is soon over, whatever the plan
         fitting = fitting[len(fitting) // 2 :]
     heads = fitting[rng.integers(len(fitting))]

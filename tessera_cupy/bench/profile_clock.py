@@ -46,9 +46,11 @@ _BFLOAT16_NAN = 0x7FC0
 # Normal numbers that q, k and v are copied from; an odd number, so that heads differ.
 _POOL = (1 << 25) + 1
 # What keeps the GPU busy while the host queues calls that are over sooner than it makes them:
-# as many writes of so many bytes as there are pairs of calls, 60 us each on an H200.
+# writes of so many bytes, 60 us each on an H200, some for the first calls and one for each two of
+# the others. Without the first ones a plan of 20 us seemed to take 100.
 _PLUG_BYTES = 1 << 28
-_PLUGGED_MS = 0.1
+_PLUGS_FIRST = 5
+_PLUGGED_MS = 0.15
 
 
 class GpuLostError(TesseraError, RuntimeError):
@@ -217,7 +219,7 @@ class GpuClock:
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
         if known.get(id(call), 0.0) < _PLUGGED_MS:
             stream = cupy.cuda.get_current_stream().ptr
-            for _ in range(1 + count // 2):
+            for _ in range(_PLUGS_FIRST + count // 2):
                 cupy.cuda.runtime.memsetAsync(self._plug.data.ptr, 0, _PLUG_BYTES, stream)
         # What the first call finds in the L2 is of no account, nor is when it begins.
         call()

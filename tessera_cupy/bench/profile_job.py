@@ -86,6 +86,8 @@ def run_profile(
             KINDS if kinds is None else kinds,
             most_tokens=most_tokens,
             most_active=clock.most_active,
+            # The masks that the model is asked about are small anyway: the host makes the plans.
+            small_too=model is None,
         )
         with steps.step(f"Measure on {clock.device}") as step:
 
@@ -201,10 +203,15 @@ def _begin(out: Path, raw: Path, clock: Clock, provenance: str, fresh: bool) -> 
     how = "Predicted by the cost model" if provenance == "model" else "Measured"
     day = datetime.now(timezone.utc).date().isoformat()
     made = (
-        f"{how} for {clock.device} on {day} with tessera-cupy {__version__}, by "
-        f"`{shlex.join(['tessera-cupy', *sys.argv[1:]])}`.",
+        f"{how} for {clock.device} on {day} with tessera-cupy {__version__}, by `{_command(out)}`.",
     )
     return Measurements(table, provenance, clock.device, kernels, made, ())
+
+
+def _command(out: Path) -> str:
+    """The command that runs, with the table's name alone: folders differ from user to user."""
+    words = [out.name if word == str(out) else word for word in sys.argv[1:]]
+    return shlex.join(["tessera-cupy", *words])
 
 
 def _first(case: Case) -> str:

@@ -2,8 +2,8 @@
 
 Measurements are written as they grow, so that a run that ends early, by its budget or by force,
 goes on where it stopped. Only plans that a table may rank for a mask are timed. One that has been
-far behind on all masks of a kind is dropped from the next ones of that kind, so that the time goes
-to plans that could win.
+far behind on all small or all large masks of a kind is dropped from the next ones like them, so
+that the time goes to plans that could win.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tessera_cupy.bench.profile_cases import MaskMaker, Recipe
+from tessera_cupy.bench.profile_cases import SMALL_OPERATIONS, MaskMaker, Recipe
 from tessera_cupy.bench.profile_clock import Clock, GpuLostError, one_line
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.masks.key_slices import block_mask
@@ -51,18 +51,28 @@ class Field:
         if not times:
             return
         best = min((online_times(case) or times).values())
-        behind = self._behind.setdefault(kind_of(case.features), {})
+        behind = self._behind.setdefault(_alike(case.features), {})
         for plan, ms in times.items():
             behind.setdefault(plan, []).append(ms / best)
 
     def dropped(self, features: Features) -> set[PlanSpec]:
         """Plans that a mask like this need not be timed with."""
-        behind = self._behind.get(kind_of(features), {})
+        behind = self._behind.get(_alike(features), {})
         return {
             plan
             for plan, ratios in behind.items()
             if len(ratios) >= SEEN_BEFORE_DROPPED and min(ratios) > FAR_BEHIND
         }
+
+
+def _alike(features: Features) -> object:
+    """What masks have in common that one plan is far behind on: their kind, and how long they take.
+
+    A plan that is slow on a long request may be the best for one that leaves multiprocessors idle.
+    """
+    f = features
+    operations = 4 * f.head_dim * f.density * f.rows * f.tokens
+    return kind_of(f), operations > SMALL_OPERATIONS
 
 
 def features_of(mask: BlockMask | KeySlices, recipe: Recipe, clock: Clock) -> Features:

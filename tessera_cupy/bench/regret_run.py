@@ -1,15 +1,15 @@
 """The run behind ``bench regret``: masks that no profile saw, and a table judged on them.
 
 Every plan of a case that a table may rank is timed as a profile times it, in more and longer turns.
-On small masks of each kind those that were best, and those that retain blocks, are timed in the
-order of rows too, for the ablation. On a GPU a few requests are also served by searching: every
-plan is made and tried, as software without a table does, beside the table's request.
+For the ablation, on one mask of each block family, at its published density and a model's size, the
+best plans and those that retain blocks are timed in the order of rows too. On a GPU a few requests
+are also served by searching: every plan is made and tried, as software without a table does, beside
+the table's request.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from tessera_cupy import __version__, interop
 from tessera_cupy.attention import block_sparse_attention, make_plan
+from tessera_cupy.bench.families import FAMILIES
 from tessera_cupy.bench.machine import machine as machine_here
 from tessera_cupy.bench.profile_cases import (
+    ABLATION_GRID,
+    GRIDS,
     HELD_OUT_CLIP,
     HELD_OUT_LAYERS,
     KINDS,
@@ -52,9 +55,8 @@ if TYPE_CHECKING:
 
 # Turns of each plan, and milliseconds of one: more than a profile has, as each case counts alone.
 _ROUNDS, _RUN_MS = 12, 6.0
-# The best mappings that are timed in the order of rows too, on so many masks of a kind, of so many
-# entries at most: plans in the order of rows are the host's, which takes seconds for large ones.
-_IN_ROWS, _ROWS_CASES, _ROWS_ENTRIES = 3, 2, 1e5
+# The best mappings that are timed in the order of rows too, and heads of these masks at most.
+_IN_ROWS, _ROWS_HEADS = 3, 8
 # A search times each plan so often after a first run.
 _TRIES = 3
 # Calls of the same mask over which a plan's cost is shared in the amortized figure.
@@ -101,7 +103,7 @@ def run_regret(
         raise ValueError(wrong("cases", "at least 1", cases, "measure some"))
     if keep is not None and not keep.parent.is_dir():
         raise ValueError(wrong("keep", "a folder that exists", str(keep.parent), "make it first"))
-    steps = Steps(console, count=1 if model else 3)
+    steps = Steps(console, count=2 if model else 4)
     search: list[dict[str, Any]] = []
     if measurements is not None:
         held = Measurements.read(measurements)
@@ -124,6 +126,10 @@ def run_regret(
         with ended_by_signal(), steps.step(f"Measure on {clock.device}", cases) as step:
             held = _measure(drawn(), clock, cases, budget_s, keep, step.advance)
             step.done(f"{len(held.cases)} cases of {HELD_OUT_CLIP}, which no profile has seen")
+        apart = ablation_recipes(kinds, most_tokens, 4 * clock.most_active)
+        with ended_by_signal(), steps.step("Ablation", len(apart)) as step:
+            held = _measure_rows(apart, clock, held, budget_s, keep, step.advance)
+            step.done("mapping and organization, each for itself")
         if isinstance(clock, GpuClock):
             with steps.step("Search") as step:
                 search = _searches(islice(drawn(), min(cases, _SEARCHES)), clock, judged)
@@ -172,19 +178,11 @@ def _measure(
     empty = Measurements(clock.arch.table, provenance, clock.device, kernels, made, ())
     dense = Dense(clock)
     plans = candidates(clock.arch.name)
-    rows: Counter[str] = Counter()
 
     def measure(recipe: Recipe, make: MaskMaker, _: Field) -> Case:
         # Every plan: none is left out for what it did on other masks.
         case = measure_case(recipe, make, clock, plans, Field())
-        case = replace(case, dense_ms=dense.ms(case.features))
-        if case.features.slices or rows[recipe.kind] == _ROWS_CASES:
-            return case
-        mask = make(recipe)
-        if _entries(mask, clock) > _ROWS_ENTRIES:
-            return case
-        rows[recipe.kind] += 1
-        return _with_rows(case, recipe, mask, clock)
+        return replace(case, dense_ms=dense.ms(case.features))
 
     return profile(
         drawn,
@@ -198,9 +196,57 @@ def _measure(
     )
 
 
-def _entries(mask: BlockMask | KeySlices, clock: Clock) -> int:
-    summary = clock.summary(mask)
-    return mask.nnz if summary is None else summary.nnz
+def ablation_recipes(
+    kinds: Sequence[str] | None, most_tokens: int | None, most_active: float
+) -> list[Recipe]:
+    """One mask of each of the nine block families, held out as those that regret is judged on.
+
+    Args:
+        kinds: of masks; families that are not of them are left out. None means all.
+        most_tokens: of a mask; None means any.
+        most_active: entries that a mask may keep over all heads, unless it has one head.
+
+    >>> one = ablation_recipes(["Q16K16", "vsa"], None, 1e7)[0]
+    >>> one.name
+    'Q16K16 0.096 16x45x80 8x128'
+    """
+    fits = [grid for grid in GRIDS if most_tokens is None or grid.tokens <= most_tokens]
+    grid = ABLATION_GRID if ABLATION_GRID in fits else fits[-1]
+    made = []
+    for family in FAMILIES:
+        if family.keep == 1 or (kinds is not None and family.name not in kinds):
+            continue
+        entries = family.keep * (grid.tokens / family.block_size[0])
+        entries *= grid.tokens / family.block_size[1]
+        heads = int(min(_ROWS_HEADS, max(1, most_active // entries)))
+        layer = HELD_OUT_LAYERS.start
+        made.append(Recipe(family.name, HELD_OUT_CLIP, layer, grid, heads, 128, family.keep))
+    return made
+
+
+def _measure_rows(
+    drawn: Sequence[Recipe],
+    clock: GpuClock | ModelClock,
+    held: Measurements,
+    budget_s: float,
+    keep: Path | None,
+    on_case: Callable[[], None],
+) -> Measurements:
+    plans = candidates(clock.arch.name)
+
+    def measure(recipe: Recipe, make: MaskMaker, _: Field) -> Case:
+        case = measure_case(recipe, make, clock, plans, Field())
+        return _with_rows(case, recipe, make(recipe), clock)
+
+    return profile(
+        iter(drawn),
+        clock,
+        held,
+        path=keep,
+        budget_s=budget_s,
+        on_case=lambda case: on_case(),
+        measure=measure,
+    )
 
 
 def _with_rows(case: Case, recipe: Recipe, mask: BlockMask | KeySlices, clock: Clock) -> Case:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from tessera_cupy import interop
 from tessera_cupy.bench.family_rates import Request
 from tessera_cupy.bench.machine import machine
+from tessera_cupy.bench.rules import RULES
 from tessera_cupy.bench.rules_times import Input
 from tessera_cupy.bench.slices_cases import (
     BLOCKS,
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 #: The clip's grid and its heads at most: scores of single keys are many, and made on the host.
 GRID = VideoGrid(21, 30, 52)
 CLIP_HEADS = 8
+#: Factor on the clip's q. Without it, attention is spread over more keys than models' is: with it,
+#: XAttention's rule keeps as much as its paper says.
+SHARPEN = RULES["xattention"].sharpen
 
 
 def run_slices(
@@ -40,6 +45,7 @@ def run_slices(
     as_blocks: bool,
     console: Console,
     cold: bool = False,
+    sharpen: float | None = None,
 ) -> dict[str, Any]:
     """Time key slices on the GPU here, beside blocks and torch's dense attention.
 
@@ -52,6 +58,7 @@ def run_slices(
         as_blocks: also measure random slices as blocks with token bits.
         console: where progress goes.
         cold: whether each call begins with a cold L2.
+        sharpen: factor on the clip's q; None is :data:`SHARPEN`.
 
     Returns:
         JSON-able: the machine; ``random`` and ``clip``, the sizes of either kind of masks and the
@@ -69,13 +76,16 @@ def run_slices(
             raise ValueError(wrong(name, "at least 1", value, "pass 1 or more"))
     if not 0 < density <= 1:
         raise ValueError(wrong("density", "a share above 0 and up to 1", density, "pass 0.1"))
+    sharpen = SHARPEN if sharpen is None else sharpen
+    if not (math.isfinite(sharpen) and sharpen > 0):
+        raise ValueError(wrong("sharpen", "a number above 0", sharpen, "pass 1"))
     interop.import_cupy()
     steps = Steps(console, count=4)
     sizes = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
     drawn, rows = _random(sizes, density, steps, as_blocks=as_blocks, cold=cold)
     sizes = {"tokens": GRID.tokens, "heads": min(heads, CLIP_HEADS), "head_dim": head_dim}
     try:
-        from_clip, more = _from_clip(sizes, clip, steps, cold=cold)
+        from_clip, more = _from_clip(sizes, clip, sharpen, steps, cold=cold)
     except MissingExtraError as error:
         from_clip = {**sizes, "name": clip, "grid": str(GRID), "dense": None}
         more = [{"rule": "equal mass", "clip": clip, "reason": str(error)}]
@@ -108,15 +118,16 @@ def _random(
 
 
 def _from_clip(
-    sizes: dict[str, int], clip: str, steps: Steps, *, cold: bool
+    sizes: dict[str, int], clip: str, sharpen: float, steps: Steps, *, cold: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with steps.step(f"Masks of {clip}.mp4", 2 * len(CHOOSERS)) as step:
-        given = Input(clip, GRID, sizes["heads"], sizes["head_dim"])
+        given = Input(clip, GRID, sizes["heads"], sizes["head_dim"], sharpen)
         mass, cases = equal_mass_cases(Given(given.arrays, given.host), GRID, step.advance)
         step.done(f"{len(cases)} masks that keep {mass:.3f} of the attention")
     with steps.step("Check and time them", len(cases)) as step:
         figures, dense = measure(cases, clip, step.advance, cold=cold)
         with_time_ratios(figures)
         step.done("slices and blocks, in raster order and in tiles")
-    facts = {"name": clip, "grid": str(GRID), "mass": mass, "dense": dense}
+    facts = {"name": clip, "grid": str(GRID), "sharpen": sharpen}
+    facts |= {"mass": mass, "dense": dense}
     return sizes | facts, figures

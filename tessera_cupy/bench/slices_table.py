@@ -65,7 +65,8 @@ def _clip(report: Mapping[str, Any], rows: list[dict[str, Any]]) -> Sheet:
     ]
     title = (
         f"{report['gpu']}, {report['date']}: {_sizes(part)} ({part['grid']}), {report['dtype']}. "
-        f"Masks: regenerated from {part['name']}.mp4, of equal attention mass. {timed(report)}"
+        f"Masks: regenerated from {part['name']}.mp4, its q times {part['sharpen']:g}, of equal "
+        f"attention mass. {timed(report)}"
     )
     columns = ["mask", "order", "columns", "density", "mass", "mapping", "ms", "10-90%", "TFLOP/s"]
     notes = [*_about_mass(part, rows), *_notes(part, rows)]

@@ -179,6 +179,13 @@ def _add_slices(kinds: Commands) -> None:
     )
     slices.add_argument("--clip", choices=CLIPS, default=CLIPS[0], help=f"default: {CLIPS[0]}")
     slices.add_argument(
+        "--sharpen",
+        type=float,
+        metavar="FACTOR",
+        help="on the clip's q; attention of fewer keys (default: at which XAttention's rule keeps "
+        "as much of clips as of models' q and k)",
+    )
+    slices.add_argument(
         "--as-blocks",
         action="store_true",
         help="also the random slices as blocks of 16 keys with token bits, which the host plans "
@@ -251,6 +258,7 @@ def _slices(args: argparse.Namespace, output: Output) -> dict[str, Any]:
         clip=args.clip,
         as_blocks=args.as_blocks,
         cold=args.cold,
+        sharpen=args.sharpen,
         console=output.console,
     )
 

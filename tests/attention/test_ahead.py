@@ -24,9 +24,11 @@ from tests.emulator.gpu import EmulatedGpu, Stream
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to build the emulator with")
 
 SPARSE, DENSE = 0.3, 0.95
-#: Another plan than the table's for dense masks, which the GPU makes too.
-TABLE = load_for("sm90").with_rule(
-    "attend_wgmma/q128k192/retain-pack/longest+split", density=(0.8, None)
+#: Another plan for dense masks, which the GPU makes too.
+TABLE = (
+    load_for("sm90")
+    .with_rule("attend_wgmma/q128k192/share-pack/longest+split")
+    .with_rule("attend_wgmma/q128k192/retain-pack/longest+split", density=(0.8, None))
 )
 
 

@@ -79,6 +79,21 @@ def test_recipes_vary_in_all_that_regimes_tell_apart():
     assert 0.1 < share < 0.6
 
 
+def test_small_requests_come_in_between_and_change_no_other_recipe():
+    both = list(islice(recipes(small_too=True), 32 * len(KINDS)))
+    rounds = [both[i : i + len(KINDS)] for i in range(0, len(both), len(KINDS))]
+    others = [recipe for one in rounds[::2] for recipe in one]
+    assert others == list(islice(recipes(), 16 * len(KINDS)))
+    small = [recipe for one in rounds[1::2] for recipe in one]
+    assert {recipe.source for recipe in small} == {recipe.source for recipe in others}
+    assert {recipe.head_dim for recipe in small} == {64, 128}
+    assert len({recipe.heads for recipe in small}) >= 6
+    for r in small:
+        # Heads of dense masks, and the smallest grid, may take it over.
+        work = 4 * r.head_dim * r.keep * r.heads * float(r.grid.tokens) ** 2
+        assert work <= 1e11 or r.grid.tokens == 4096
+
+
 def test_no_recipe_asks_for_more_than_a_gpu_has_time_for():
     for recipe in islice(recipes(), 500):
         work = 4 * recipe.head_dim * recipe.keep * recipe.heads * float(recipe.grid.tokens) ** 2
@@ -245,6 +260,8 @@ def test_plans_far_behind_are_dropped_after_enough_masks():
         field.add(case({SHARE: 1.0, MERGE: FAR_BEHIND + 0.01}, number))
     assert field.dropped(features()) == {MERGE}
     assert field.dropped(features(head_dim=64)) == set()
+    # Nor on requests that are over sooner.
+    assert field.dropped(features(heads=1, tokens=8192)) == set()
 
 
 def test_dense_attention_is_timed_once_a_size_and_only_where_it_can_matter():
@@ -273,7 +290,7 @@ def test_dropped_plans_are_not_timed_and_are_said(tmp_path):
         EMPTY,
         path=tmp_path / "sm80.npz",
         budget_s=1e9,
-        most_cases=30,
+        most_cases=60,
     )
     # Of blocks over GPU arrays: what the GPU packs by itself.
     every = sum(made_online(plan, slices=False) for plan in candidates("sm_80"))

@@ -13,6 +13,7 @@ from tessera_cupy.regimes import load_table
 from tessera_cupy.regimes.measurements import Measurements, PlanTime
 
 SIZES = ["--most-tokens", "4096", "--families", "dense"]
+TWO = ["--most-tokens", "4096", "--families", "dense", "dense-64"]
 
 
 class Predictable:
@@ -116,7 +117,7 @@ def test_a_wrong_output_is_the_exit_status(tmp_path, capsys, monkeypatch):
         (["--out", "sm80.yaml", "--compile-only", "--fresh"], "`--compile-only`"),
         (["--out", "sm80.yaml", "--compile-only"], "expected a file of measurements, got sm80.npz"),
         (["--out", "sm80.yaml", "--model", "sm_80", "--cases", "2", *SIZES], "expected at least 3"),
-        (["--out", "sm80.yaml", "--model", "sm_80", "--cases", "3", *SIZES], "at most 2 of one"),
+        (["--out", "sm80.yaml", "--model", "sm_80", "--cases", "3", *TWO], "at most 2 of one"),
     ],
 )
 def test_bad_input_is_refused(tmp_path, capsys, monkeypatch, words, message):

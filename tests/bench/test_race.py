@@ -23,6 +23,15 @@ def test_who_is_far_behind_leaves_early():
     assert [one.ms for one in found.values()] == pytest.approx([1.0, 1.2, 1.4, 2.1])
 
 
+def test_a_short_call_that_seems_hopeless_gets_another():
+    """The second contestant is interrupted the first time, the third is slow."""
+    track = Track(lambda run: 5.0 if run == 2 else 1.0)
+    found = race({"a": 0.02, "b": 0.021, "c": 0.1}, track, rounds=4, run_ms=0.2)
+    assert [len(one.rounds) for one in found.values()] == [4, 4, 0]
+    assert found["b"].ms == pytest.approx(0.021)
+    assert [ms for ms, count in track.runs if count == 1] == [0.02, 0.021, 0.1, 0.021, 0.1]
+
+
 def test_turns_are_taken_in_an_order_that_is_reversed_each_time():
     track = Track()
     race({"a": 1.0, "b": 1.1}, track, rounds=3, run_ms=1)

@@ -1,10 +1,14 @@
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tessera_cupy.bench.families import FAMILIES
+from tessera_cupy.bench.profile_cases import HELD_OUT_CLIP, HELD_OUT_LAYERS, recipes
 from tessera_cupy.bench.regret import ablation, judge, report
+from tessera_cupy.bench.regret_run import ablation_recipes
 from tessera_cupy.regimes import PlanSpec, Table, load_for
 from tessera_cupy.regimes.compiler import compile_table
 from tessera_cupy.regimes.measurements import Case, Measurements, PlanTime
@@ -46,6 +50,22 @@ def test_regret_is_the_chosen_plan_s_time_by_the_best_one_s(table):
     assert found["rows"][1]["mean"] == 1.25
 
 
+def test_requests_of_models_sizes_are_told_from_smaller_ones(table):
+    held = measured(
+        [
+            case({SHARE: 1.0, MERGE: 3.0}, 0, density=0.1),
+            case({SHARE: 1.5, MERGE: 1.2}, 1, density=0.1, tokens=4096),
+        ]
+    )
+    sizes = report(table, held, lambda one: "all")["sizes"]
+    assert {name: (row["mean"], row["cases"]) for name, row in sizes.items()} == {
+        "from 17,550 tokens": (1.0, 1),
+        "smaller": (1.25, 1),
+    }
+    of_large = measured(held.cases[:1])
+    assert list(report(table, of_large, lambda one: "all")["sizes"]) == ["from 17,550 tokens"]
+
+
 def test_a_plan_that_does_not_serve_gives_way_to_the_next(table):
     held = measured([case({MERGE: 2.0, RETAIN: 1.0}, density=0.1)])
     [one] = judge(table, held)
@@ -70,6 +90,22 @@ def test_the_ablation_by_hand(table):
     # A case without the base is left out.
     more = measured([*held.cases, case({SHARE: 1.0}, 2, density=0.1)])
     assert ablation(more, table) == found
+    assert found["cases"] == 2
+    assert ablation(measured(more.cases[2:]), table) == {}
+    # Regret is judged on the others alone.
+    assert [one.case for one in judge(table, more)] == list(more.cases[2:])
+
+
+def test_the_ablation_is_of_the_nine_families_at_a_model_s_size():
+    made = ablation_recipes(None, None, 1.2e7)
+    assert [one.kind for one in made] == [family.name for family in FAMILIES[1:]]
+    assert {(one.grid.tokens, one.heads, one.clip) for one in made} == {
+        (57600, 8, "carphone_pristine")
+    }
+    drawn = islice(recipes(HELD_OUT_CLIP, HELD_OUT_LAYERS, seed=1), 500)
+    assert not {one.name for one in made} & {one.name for one in drawn}
+    small = ablation_recipes(["Q16K16", "vsa"], 9000, 5e4)
+    assert [(one.grid.tokens, one.heads) for one in small] == [(8100, 2)]
 
 
 def test_plans_slower_than_dense_attention_are_counted(table):

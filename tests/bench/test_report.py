@@ -75,6 +75,7 @@ def measured_slices() -> dict[str, Any]:
     equal = {**drawn, "rule": "slices of 64, norms, tiles", "clip": "bikes", **facts}
     part = {**SIZES, "dense": RATE}
     clip = {**SIZES, "dense": None, "name": "bikes", "grid": "21x30x52", "mass": 0.43}
+    clip["sharpen"] = 1.95
     rows = [drawn, equal]
     return {**MACHINE, "random": part, "clip": clip, "rows": rows, "passed": True}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -314,6 +315,7 @@ def report_of(**clip: Any) -> dict[str, Any]:
         {"rule": "slices of 192", "clip": "random", "reason": "needs [another GPU]"},
     ]
     part = {"tokens": 32760, "heads": 4, "head_dim": 128, "name": "bikes", "grid": "21x30x52"}
+    part["sharpen"] = 1.95
     rows = [*drawn_cases, *clip.pop("rows", [])]
     dense = {"ms": 20.25, "spread_ms": [20.0, 21.0], "tflops": 650.3}
     return {
@@ -412,8 +414,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         host = tuple(np.zeros((3, 1, heads, tokens, 1), np.float32))
         return SimpleNamespace(host=host, arrays=host)
 
-    def clip(name: str, grid: VideoGrid, heads: int, head_dim: int) -> Any:
-        asked["clip"] = (name, str(grid), heads, head_dim)
+    def clip(name: str, grid: VideoGrid, heads: int, head_dim: int, sharpen: float) -> Any:
+        asked["clip"] = (name, str(grid), heads, head_dim, sharpen)
         return SimpleNamespace(arrays=(q, k, v), host=(q, k, v))
 
     def times(cases: Any, clip: str, on_case: Any, *, cold: bool) -> Any:
@@ -443,7 +445,8 @@ def run(**changes: Any) -> dict[str, Any]:
 
 def test_the_run(measured: dict[str, Any], small: None) -> None:
     report = run(heads=9)
-    assert measured == {"random": (9, 500, DIM), "clip": ("bikes", "2x10x15", 8, DIM)}
+    assert measured == {"random": (9, 500, DIM), "clip": ("bikes", "2x10x15", 8, DIM, 1.95)}
+    assert report["clip"]["sharpen"] == 1.95
     assert json.loads(json.dumps(report)) == report
     assert (report["gpu"], report["versions"], report["passed"]) == ("a GPU", {"cupy": "1"}, True)
     names = ["blocks 128x128", "blocks 64x64"]
@@ -482,6 +485,8 @@ def test_a_run_without_clips_says_so(
         ({"heads": 0}, "`heads`: expected at least 1, got 0"),
         ({"density": 0.0}, "`density`: expected a share above 0 and up to 1, got 0.0"),
         ({"density": 1.5}, "`density`: expected a share above 0 and up to 1, got 1.5"),
+        ({"sharpen": 0.0}, "`sharpen`: expected a number above 0, got 0.0"),
+        ({"sharpen": math.nan}, "`sharpen`: expected a number above 0, got nan"),
     ],
 )
 def test_arguments_are_looked_at_before_the_gpu(changes: dict[str, Any], message: str) -> None:
@@ -502,7 +507,7 @@ def test_the_command(
 
     monkeypatch.setattr(slices_run, "run_slices", run_it)
     arguments = ["--tokens", "4096", "--heads", "2", "--head-dim", "64", "--density", "0.3"]
-    arguments += ["--clip", "carphone_pristine", "--as-blocks"]
+    arguments += ["--clip", "carphone_pristine", "--as-blocks", "--sharpen", "2"]
     status = main(["bench", "slices", "--json", *arguments])
     captured = capsys.readouterr()
     assert status == (0 if passed else 1)
@@ -519,6 +524,7 @@ def test_the_command(
         "clip": "carphone_pristine",
         "as_blocks": True,
         "cold": False,
+        "sharpen": 2.0,
     }
     assert ("wrong output on slices of 64, raster bikes" in captured.err) is not passed
     assert "slices of 192 random was not measured: needs [another GPU]" in captured.err
