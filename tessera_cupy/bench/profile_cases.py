@@ -167,7 +167,7 @@ def _recipes(
     while True:
         for small, operations in enumerate(sizes):
             head_dim = dims[round_ % len(dims)]
-            # Small requests of another layer, so that each layer has large ones and small ones.
+            # Small requests of another layer: so the first rounds are of more sources.
             layer = layers[(round_ + small) % len(layers)]
             for kind in kinds:
                 dense = kind.startswith("dense-")

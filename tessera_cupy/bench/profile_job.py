@@ -210,8 +210,12 @@ def _begin(out: Path, raw: Path, clock: Clock, provenance: str, fresh: bool) -> 
 
 def _command(out: Path) -> str:
     """The command that runs, with the table's name alone: folders differ from user to user."""
-    words = [out.name if word == str(out) else word for word in sys.argv[1:]]
-    return shlex.join(["tessera-cupy", *words])
+
+    def named(word: str) -> str:
+        option, equals, path = word.rpartition("=")
+        return f"{option}{equals}{out.name}" if path and Path(path) == out else word
+
+    return shlex.join(["tessera-cupy", *map(named, sys.argv[1:])])
 
 
 def _first(case: Case) -> str:

@@ -24,7 +24,7 @@ from tessera_cupy.regimes.compiler import kind_of
 from tessera_cupy.regimes.measurements import Case, Measurements, PlanTime
 from tessera_cupy.regimes.regret import online_times, ranked
 
-#: A plan is dropped after this many masks of a kind, if on each it took
+#: A plan is dropped after this many small or large masks of a kind, if on each it took
 SEEN_BEFORE_DROPPED = 8
 #: more than so many times as long as the best.
 FAR_BEHIND = 1.5
@@ -38,7 +38,7 @@ _MOST_REPEATS = 10_000
 
 
 class Field:
-    """Which plans are still worth timing on a kind of mask."""
+    """Which plans are still worth timing on small and on large masks of a kind."""
 
     def __init__(self, cases: Sequence[Case] = ()) -> None:
         self._behind: dict[object, dict[PlanSpec, list[float]]] = {}

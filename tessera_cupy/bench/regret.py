@@ -20,8 +20,8 @@ from tessera_cupy.regimes.candidates import BASE_ORGANIZATION, retains
 from tessera_cupy.regimes.measurements import Case, Measurements
 from tessera_cupy.regimes.regret import Regret, online_times
 
-#: Tokens of the smallest grid of a video model among the masks. Smaller requests are over in tens
-#: of microseconds, and what is best for them hangs on the lists of the mask at hand.
+#: Tokens of the smallest grid of a video model among the masks. Of smaller requests many have fewer
+#: tiles than the GPU has multiprocessors, and what is best hangs on the lists of the mask at hand.
 MODEL_TOKENS = 17_550
 
 

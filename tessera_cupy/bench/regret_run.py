@@ -86,7 +86,8 @@ def run_regret(
         kinds: of masks; None means all.
         model: architecture whose times are predicted in place of measured.
         most_tokens: of a mask; None means any.
-        budget_s: seconds for measuring; searches come on top.
+        budget_s: seconds for measuring; the ablation, which may take as long, and searches come
+            on top.
         keep: file to write the measurements to, as they are taken.
         console: where progress goes.
 

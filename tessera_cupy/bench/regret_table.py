@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tessera_cupy.bench.families_table import short_plan
+from tessera_cupy.bench.profile_cases import ABLATION_GRID
 from tessera_cupy.bench.sheet import Sheet
 
 NAME = "regret"
@@ -53,10 +54,10 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     ablation = report["ablation"]
     if ablation:
         notes.append(
-            f"Over retained blocks in the order of rows, geometric means of {ablation['cases']} "
-            "masks of block families at their published density and at most 57,600 tokens: the "
-            f"best mapping {ablation['mapping']:.2f}, with organization {ablation['full']:.2f}, "
-            f"the table's plans {ablation['table']:.2f}."
+            "Over retained blocks in the order of rows, geometric means over block families "
+            f"({ablation['cases']} masks) at their published density and at most "
+            f"{ABLATION_GRID.tokens:,} tokens: the best mapping {ablation['mapping']:.2f}, with "
+            f"organization {ablation['full']:.2f}, the table's plans {ablation['table']:.2f}."
         )
     if report["slower_than_dense"]:
         notes.append(

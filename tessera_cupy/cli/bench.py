@@ -182,8 +182,8 @@ def _add_slices(kinds: Commands) -> None:
         "--sharpen",
         type=float,
         metavar="FACTOR",
-        help="on the clip's q; attention of fewer keys (default: at which XAttention's rule keeps "
-        "as much of clips as of models' q and k)",
+        help="on the clip's q: attention of fewer keys (default: 1.95, with which XAttention's "
+        "rule keeps as much of clips as of models' q and k)",
     )
     slices.add_argument(
         "--as-blocks",

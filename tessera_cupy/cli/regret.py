@@ -33,7 +33,8 @@ def add_to(kinds: Commands) -> None:
         type=seconds,
         default=180.0,
         metavar="TIME",
-        help="for measuring: masks that it does not reach are left out (default: 3m)",
+        help="for measuring: masks that it does not reach are left out (default: 3m); the "
+        "ablation, which may take as long, and searches come on top",
     )
     regret.add_argument(
         "--families", nargs="+", choices=KINDS, metavar="NAME", help="kinds (default: all)"

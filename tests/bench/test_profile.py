@@ -4,7 +4,14 @@ from itertools import cycle, islice
 import numpy as np
 import pytest
 
-from tessera_cupy.bench.profile_cases import KINDS, MaskMaker, _block, _blocks, recipes
+from tessera_cupy.bench.profile_cases import (
+    KINDS,
+    SMALL_OPERATIONS,
+    MaskMaker,
+    _block,
+    _blocks,
+    recipes,
+)
 from tessera_cupy.bench.profile_clock import GpuLostError
 from tessera_cupy.bench.profile_run import (
     DENSE_FROM,
@@ -89,9 +96,8 @@ def test_small_requests_come_in_between_and_change_no_other_recipe():
     assert {recipe.head_dim for recipe in small} == {64, 128}
     assert len({recipe.heads for recipe in small}) >= 6
     for r in small:
-        # Heads of dense masks, and the smallest grid, may take it over.
         work = 4 * r.head_dim * r.keep * r.heads * float(r.grid.tokens) ** 2
-        assert work <= 1e11 or r.grid.tokens == 4096
+        assert work <= SMALL_OPERATIONS
 
 
 def test_no_recipe_asks_for_more_than_a_gpu_has_time_for():
