@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tessera_cupy import BlockMask, block_sparse_attention, reference
+from tessera_cupy import BlockMask, block_sparse_attention, plan, reference, timeline
 from tessera_cupy.interop import numpy_dtype
 
 #: Outputs with fewer elements say little of the largest error that luck allows.
@@ -292,3 +292,31 @@ def gpu(kernel_cache: Path) -> Any:
         stall=stall,
         run=run,
     )
+
+
+@pytest.fixture
+def outputs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arrays that plans make for what they compute."""
+    made: list[Any] = []
+    empty = plan.interop.empty
+
+    def kept(*args: Any) -> Any:
+        made.append(empty(*args))
+        return made[-1]
+
+    monkeypatch.setattr(plan.interop, "empty", kept)
+    return made
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The records of each timeline, as kernels wrote them."""
+    seen: list[Any] = []
+    from_records = timeline.from_records
+
+    def noted(records: Any, *args: Any, **given: Any) -> Any:
+        seen.append(records)
+        return from_records(records, *args, **given)
+
+    monkeypatch.setattr(timeline, "from_records", noted)
+    return seen

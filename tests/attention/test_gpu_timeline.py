@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera_cupy import BlockMask, KeySlices, make_plan, plan, timeline
+from tessera_cupy import BlockMask, KeySlices, make_plan
 from tessera_cupy.kernels import launch
 from tessera_cupy.kernels.catalog import timed, twin_of
 
@@ -21,34 +21,6 @@ PLANS = {
     "wgmma, rows from anywhere": ("attend_wgmma/q128k192/regroup-pack/alternate", True),
     "wgmma, three warpgroups": ("attend_wgmma/q192k128/retain-pack/longest", True),
 }
-
-
-@pytest.fixture
-def outputs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The arrays that plans make for what they compute."""
-    made: list[Any] = []
-    empty = plan.interop.empty
-
-    def kept(*args: Any) -> Any:
-        made.append(empty(*args))
-        return made[-1]
-
-    monkeypatch.setattr(plan.interop, "empty", kept)
-    return made
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The records of each timeline, as kernels wrote them."""
-    seen: list[Any] = []
-    from_records = timeline.from_records
-
-    def noted(records: Any, *args: Any, **given: Any) -> Any:
-        seen.append(records)
-        return from_records(records, *args, **given)
-
-    monkeypatch.setattr(timeline, "from_records", noted)
-    return seen
 
 
 def ctas_per_sm(made: Any, gpu: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera_cupy import ArraySpec, BlockMask, KeySlices, make_plan, plan, timeline
+from tessera_cupy import ArraySpec, BlockMask, KeySlices, make_plan
 from tessera_cupy.errors import KernelMissingError
 from tessera_cupy.kernels.cache import KernelCache
 from tessera_cupy.kernels.catalog import catalog, find, timed
@@ -31,34 +31,6 @@ def gpu(kernel_cache: Path) -> Iterator[EmulatedGpu]:
     made = EmulatedGpu(kernel_cache.parent / "emulated-kernels", drawn_seed())
     with made.here():
         yield made
-
-
-@pytest.fixture
-def outputs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The arrays that plans make for what they compute."""
-    made: list[Any] = []
-    empty = plan.interop.empty
-
-    def kept(*args: Any) -> Any:
-        made.append(empty(*args))
-        return made[-1]
-
-    monkeypatch.setattr(plan.interop, "empty", kept)
-    return made
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The records of each timeline, as kernels wrote them."""
-    seen: list[Any] = []
-    from_records = timeline.from_records
-
-    def noted(records: Any, *args: Any, **given: Any) -> Any:
-        seen.append(records)
-        return from_records(records, *args, **given)
-
-    monkeypatch.setattr(timeline, "from_records", noted)
-    return seen
 
 
 def blocks_of(rng: Any, shape: tuple[int, int] = (5, 37)) -> Any:
