@@ -165,8 +165,11 @@ def test_every_regime_can_be_reached(name, table_of):
             corners = dict(zip(AXES, [max(0, ends.low) for ends in regime.when], strict=True))
             rows = corners.pop("rows")
             if rows > corners["heads"] * corners["tokens"]:  # as many heads as that takes
+                most = regime.when[AXES.index("heads")].high
                 corners["tokens"] = max(1, corners["tokens"])
-                corners["heads"] = max(corners["heads"], -(-rows // corners["tokens"]))
+                heads = max(corners["heads"], -(-rows // corners["tokens"]))
+                corners["heads"] = heads if heads < most else int(most) - 1
+                corners["tokens"] = max(corners["tokens"], -(-rows // corners["heads"]))
             choice = table.lookup(Features(**{**REQUEST, **corner, **corners}))
             assert choice.ranking[: len(regime.plans)] == regime.plans
             assert choice.why == key.why
