@@ -200,7 +200,7 @@ def _draw(
     entries = {grid: math.prod(_blocks(grid, _block(kind))) for grid in grids}
     operations = {grid: 4 * head_dim * keep * float(grid.tokens) ** 2 for grid in grids}
     fit = [grid for grid in grids if keep * entries[grid] <= most_active]
-    if most_operations < _MOST_OPERATIONS:
+    if most_operations < _MOST_OPERATIONS:  # a large request may be of any grid, with few heads
         fit = [grid for grid in fit if operations[grid] <= most_operations]
     fit = fit or grids[:1]
     grid = fit[rng.integers(len(fit))]

@@ -28,8 +28,8 @@ for every pair.
 ``regret`` has ratios of times in place of times, in a row for each kind of mask: ``all`` and the
 rows compare with the best plan of other turns, ``plain`` with the shortest time of all turns;
 ``sizes`` has what ``all`` has for requests of models' sizes and for smaller ones. ``ablation`` has
-speed-ups, and the number of ``cases`` that they are of. The ``clip`` of ``slices`` says the factor
-on q, ``sharpen``.
+speed-ups, the number of ``cases`` that they are of and the most ``tokens`` of one. The ``clip`` of
+``slices`` says the factor on q, ``sharpen``.
 ``parallel`` has a row for one GPU, and one for each scheme, with a ``check`` against the former,
 whose ``error`` is relative to the largest number; ``driver`` is null where the ranks are CPU
 processes.
