@@ -6,7 +6,8 @@
 // the first time, which come from L2 as data does. So loops are not unrolled unless reads gain by
 // it, a warp takes one part of an array however long that is, and no thread divides by a number
 // that the host knows. A barrier ends each of:
-//   1  the sums of each warp's tiles: fragments, steps
+//   1  the sums of each warp's tiles: fragments, steps; the longest of them
+//      where there is a CTA for each pair: when all would end with the length that a warp tries
 //   2  where the lists begin; the tasks of each warp's pairs by the bucket of their length
 //   3  tasks of each warp's buckets; 4  where each bucket of each warp's pairs begins
 //   5  the turns in order
@@ -61,6 +62,9 @@ struct TileScanStorage {
   u8 bucket_of[kTabled];
   i64 sums[kWarps];
   i64 steps[kWarps];
+  i32 longest[kWarps];
+  i32 lengths[kWarps];  // of the longest part, that each warp tries; and when all would end
+  i32 ends[kWarps];
   i32 tasks[kWarps];
   i32 cuts[kChoices][kWarps];  // turns of a warp to cut, for each number of parts
   // For each number of parts: turns to cut, the longest of those, the longest of the others.
@@ -198,11 +202,77 @@ __device__ __forceinline__ void each_task(const TilesParams& p, const u8 (&table
   }
 }
 
+// Which tiles are cut, and into parts of how many steps at most.
+struct Cuts {
+  int longest_part;
+  int from;  // tiles of so many steps and more
+};
+
+// The length of parts that ends soonest where there is a CTA for each pair; see _one_round in
+// organization/organize.py. Each warp tries a length of its own.
+template <int kWarps>
+__device__ __forceinline__ Cuts one_round(const TilesParams& p, TileScanStorage<kWarps>& shared,
+                                          int share, int longest, int pairs) {
+  static_assert(kWarps == 32, "one lane for each warp's length");
+  constexpr Cuts kNone{1, 0x7fffffff};
+  constexpr int kSecond = 3;  // an eighth, a quarter, a half of a length
+  const int lane = threadIdx.x & 31;
+  const int warp = threadIdx.x >> 5;
+  const int worth = longest - 2 * p.part_steps;
+  if (share > worth) return kNone;
+  int length = share;
+#pragma unroll 1
+  for (int i = 0; i < warp && length <= worth; ++i) length = next_edge(length);
+  int end = kNone.from;
+  if (length <= worth) {
+    int of_cut = 0;
+    int cut = 0;
+    int longest_whole = 0;
+    int longer[kSecond]{};  // whole tiles that are
+#pragma unroll 1
+    for (int i = lane; i < p.tiles; i += 32) {
+      const int steps = p.tile_steps[i];
+      if (steps - length >= p.part_steps) {
+        of_cut += ceil_div(steps, length);
+        ++cut;
+      } else {
+        longest_whole = max(longest_whole, steps);
+#pragma unroll
+        for (int j = 0; j < kSecond; ++j) longer[j] += steps << (kSecond - j) > length;
+      }
+    }
+    of_cut = __reduce_add_sync(kAllLanes, of_cut);
+    cut = __reduce_add_sync(kAllLanes, cut);
+    longest_whole = __reduce_max_sync(kAllLanes, longest_whole);
+    const int heads = p.pairs / max(1, p.tiles);
+    int second = 0;
+    if (pairs + (of_cut - cut) * heads > p.capacity) {
+      second = length;
+#pragma unroll
+      for (int j = kSecond - 1; j >= 0; --j) {
+        const int turns = (of_cut + __reduce_add_sync(kAllLanes, longer[j])) * heads;
+        if (turns <= p.capacity) second = length >> (kSecond - j);
+      }
+    }
+    end = max(length, longest_whole) + second;
+  }
+  if (lane == 0) {
+    shared.lengths[warp] = length;
+    shared.ends[warp] = end;
+  }
+  __syncthreads();
+  const int soonest = __reduce_min_sync(kAllLanes, shared.ends[lane]);
+  if (soonest > worth) return kNone;
+  const u32 as_soon = __ballot_sync(kAllLanes, shared.ends[lane] == soonest);
+  const int best = shared.lengths[__ffs(as_soon) - 1];
+  return {best, best + p.part_steps};
+}
+
 // Writes the turns in launch order, and to pair_slots the parts of pairs that are cut; of others,
 // what is not above 0. Returns the number of turns.
 template <bool kRagged, int kWarps>
 __device__ __forceinline__ int order_turns(const TilesParams& p, TileScanStorage<kWarps>& shared,
-                                           int limit) {
+                                           Cuts cuts) {
   static_assert(kWarps == 32, "one lane for each warp's tasks");
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
@@ -246,9 +316,9 @@ __device__ __forceinline__ int order_turns(const TilesParams& p, TileScanStorage
               if (placing == 0) p.pair_slots[pair] = kNoTask;
               return kNoTask;
             }
-            // Tiles up to half above the limit stay whole, and those up to two parts above it.
-            const bool cut = 2 * steps > 3 * limit && steps - limit >= 2 * p.part_steps;
-            const int value = cut ? ceil_div(steps, limit) : ~bucket_of(shared.bucket_of, steps);
+            const bool cut = steps >= cuts.from;
+            const int value =
+                cut ? ceil_div(steps, cuts.longest_part) : ~bucket_of(shared.bucket_of, steps);
             if (placing == 0) {
               if (cut) shared.any_cut = 1;
               p.pair_slots[pair] = value;
@@ -471,16 +541,21 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
 
   i64 frags = 0;
   i64 steps = 0;
+  int longest = 0;
 #pragma unroll 1
   for (int i = part.begin + 4 * lane; i < part.end; i += 128) {
     frags += sum_of(four(p.tile_frags, i, part.end));
-    steps += sum_of(four(p.tile_steps, i, part.end));
+    const int4 of = four(p.tile_steps, i, part.end);
+    steps += sum_of(of);
+    longest = max(longest, max(max(of.x, of.y), max(of.z, of.w)));
   }
   frags = warp_total(frags);
   steps = warp_total(steps);
+  longest = __reduce_max_sync(kAllLanes, longest);
   if (lane == 0) {
     shared.sums[thread >> 5] = frags;
     shared.steps[thread >> 5] = steps;
+    shared.longest[thread >> 5] = longest;
   }
   if (kRagged && p.q_starts != nullptr) {
     int with_rows = 0;
@@ -511,8 +586,14 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
                                         : rounded / static_cast<u32>(p.capacity);
     // No tile is as long as 2^29 steps, and three times that is still a number of 32 bits.
     const u64 most = u64{1} << 29;
-    const int limit = max(p.part_steps, static_cast<int>(fair < most ? fair : most));
-    turns = order_turns<kRagged>(p, shared, limit);
+    const int share = max(p.part_steps, static_cast<int>(fair < most ? fair : most));
+    // Tiles up to half above a share stay whole, and those up to two parts above it.
+    Cuts cuts{share, max(3 * share / 2 + 1, share + 2 * p.part_steps)};
+    if (pairs <= p.capacity) {
+      const int of_all = __reduce_max_sync(kAllLanes, shared.longest[lane]);
+      cuts = one_round<kWarps>(p, shared, share, of_all, pairs);
+    }
+    turns = order_turns<kRagged>(p, shared, cuts);
     fits = turns <= p.task_capacity;
     if (fits && pairs > p.capacity) {
       turns = cut_last_round<kWarps>(p, shared, turns);

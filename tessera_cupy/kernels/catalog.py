@@ -213,8 +213,8 @@ def _align(size: int, to: int) -> int:
 
 _TILE_SMEM: dict[str, Callable[[int], int]] = {
     # TileScanStorage: 256 buckets a warp, in whose place 4096 turns fit; the buckets of 2048
-    # lengths; two sums and four counts a warp; ten numbers.
-    "tile_scan": lambda warps: max(4 * 256 * warps, 8 * 4096) + 2048 + 32 * warps + 40,
+    # lengths; two sums and seven numbers a warp; ten numbers.
+    "tile_scan": lambda warps: max(4 * 256 * warps, 8 * 4096) + 2048 + 44 * warps + 40,
     # 1024 entries of 16 bits a warp.
     "tile_fragments": lambda warps: 2048 * warps,
     "slice_fragments": lambda warps: 2048 * warps,

@@ -26,6 +26,11 @@ _MIN_PART_COLUMNS, _MIN_PART_STEPS = 512, 8
 #: the round better, and each part is one more thing to write and merge.
 _LAST_ROUND_PARTS = (2, 3, 4)
 
+#: Lengths of the longest part that are compared where there is one round, and the parts of such a
+#: length that a second round may take.
+_LENGTHS = 32
+_SECOND = (8, 4, 2)
+
 
 @dataclass(frozen=True)
 class Organization:
@@ -251,19 +256,54 @@ def min_part_steps(tile_kv: int) -> int:
 def _parts(steps: NDArray[np.int64], least: int, capacity: int) -> NDArray[np.int64]:
     """Split-K parts of each tile.
 
-    A tile is cut when it alone would keep one CTA busy for longer than a CTA's share of the
-    whole request: then the others would wait for it. Tiles up to half above that stay whole,
+    Where there is a CTA for each tile, and so one round, :func:`_one_round` says the parts.
+    Elsewhere a tile is cut when it alone would keep one CTA busy for longer than a CTA's share of
+    the whole request: then the others would wait for it. Tiles up to half above that stay whole,
     since halving them gains less than the merge costs, and so do those above it by less than
     two of the shortest parts: a merge takes as long as these. Shorter parts spread more evenly,
     but each is one more thing to write and merge: on an H200, 271 requests of 2,000 to 20,000
     tokens took 1.034 (attend_wgmma) and 1.038 (attend_mma) times as long as with the best rule
     for each, with half this limit 1.08 and 1.05, with a quarter 1.17 and 1.07. The two parts are
-    from the same times, where whole tiles in place of cuts that save less give 1.024 and 1.033;
-    the rule as a whole was not timed again.
+    from the same times, where whole tiles in place of cuts that save less give 1.024 and 1.033.
     """
-    limit = max(least, -(-int(steps.sum()) // capacity))
-    cut = (2 * steps > 3 * limit) & (steps - limit >= 2 * least)
-    return np.where(cut, -(-steps // limit), 1)
+    share = max(least, -(-int(steps.sum()) // capacity))
+    if len(steps) <= capacity:
+        return _one_round(steps, share, least, capacity)
+    cut = (2 * steps > 3 * share) & (steps - share >= 2 * least)
+    return np.where(cut, -(-steps // share), 1)
+
+
+def _one_round(
+    steps: NDArray[np.int64], share: int, least: int, capacity: int
+) -> NDArray[np.int64]:
+    """Parts of each tile where there is a CTA for each tile.
+
+    Parts beyond the CTAs wait for a second round, so that parts which cut long tiles short can add
+    as much as they save. Of a few lengths of the longest part, from a CTA's share on, this takes
+    the one that ends soonest: after the longest of the first round and, if not all find a CTA, the
+    longest of the second, which are the shortest of all. How long that is, is known to a power of
+    two. Tiles that are above the longest part by less than one of the shortest stay whole, and all
+    do where less than two of those are saved: a merge takes as long.
+    """
+    worth = int(steps.max(initial=0)) - 2 * least
+    soonest, best = worth + 1, np.ones_like(steps)
+    length = share
+    for _ in range(_LENGTHS):
+        if length > worth:
+            break
+        cut = steps - length >= least
+        parts = np.where(cut, -(-steps // length), 1)
+        whole = steps[~cut]
+        second = 0
+        if int(parts.sum()) > capacity:
+            of_cut = int(parts[cut].sum())
+            fits = (p for p in _SECOND if of_cut + int((p * whole > length).sum()) <= capacity)
+            second = length // next(fits, 1)
+        end = max(length, int(whole.max(initial=0))) + second
+        if end < soonest:
+            soonest, best = end, parts
+        length = _next_edge(length)
+    return best
 
 
 def _range(
@@ -331,8 +371,12 @@ def _length_bucket(steps: NDArray[np.int64]) -> NDArray[np.int64]:
     edges = [1]
     longest = int(steps.max(initial=0))
     while edges[-1] <= longest:
-        edges.append(max(edges[-1] + 1, edges[-1] * 17 // 16))
+        edges.append(_next_edge(edges[-1]))
     return np.searchsorted(np.array(edges), steps, side="right")
+
+
+def _next_edge(edge: int) -> int:
+    return max(edge + 1, edge * 17 // 16)
 
 
 def _run_positions(tiles: Tiles) -> NDArray[np.int64]:

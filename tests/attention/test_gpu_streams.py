@@ -72,7 +72,7 @@ class Late:
 
 @pytest.fixture
 def made(case: Any, random_mask: Any, rng: Any) -> Any:
-    mask = random_mask(rng, (64, 64), (300, 1500), axes=(1, 4), density=0.9)
+    mask = random_mask(rng, (64, 64), (300, 3000), axes=(1, 4), density=0.9)
     return case(mask, shared=2, dim=128, dtype="float16", rng=rng)
 
 
@@ -346,7 +346,7 @@ def test_the_second_gpu(gpu: Any, case: Any, made: Any) -> None:
     here = [cupy.asarray(x) for x in made.arrays]
     with cupy.cuda.Device(1):
         there = [cupy.asarray(x) for x in made.arrays]
-        mask_there = BlockMask.from_dense(cupy.asarray(made.mask.to_dense()), (64, 64), (300, 1500))
+        mask_there = BlockMask.from_dense(cupy.asarray(made.mask.to_dense()), (64, 64), (300, 3000))
     out = block_sparse_attention(*there, made.mask)
     assert cupy.cuda.Device().id == 0
     assert out.device.id == 1

@@ -189,12 +189,36 @@ def test_auto_waits_once_for_64_bytes(request_of: Any) -> None:
 
 
 def test_long_tiles_are_split_and_merged(request_of: Any, rng: Any) -> None:
-    blocks = rng.random((1, 2, 3, 150)) < 0.9
+    blocks = rng.random((1, 2, 3, 150)) < 0.03
+    blocks[0, 1, 0] = rng.random(150) < 0.9
     blocks[0, 0, 2] = False
     for regime in (RETAIN, SIDES["share, wgmma"][0]):
         made = request_of((64, 32), blocks=blocks)
         assert make_plan(made.mask, *made.arrays, regime=regime).tasks().slots > 0
         made.check(regime)
+
+
+@pytest.mark.parametrize(
+    ("steps", "heads"),
+    [
+        ([60, 60, 9, 0], 1),  # one round: the shortest parts that find a CTA
+        ([60, 30], 1),
+        ([60, 20, 20], 2),  # heads that share their tiles
+        ([60, 1, 1, 1, 1, 1, 1, 1], 1),  # a second round of an eighth, ...
+        ([70, 2, 2, 2, 2, 2, 2, 2, 2], 1),  # ... a quarter, ...
+        ([70, 4, 4, 4, 4, 4, 4, 4], 1),  # ... half, ...
+        ([75, 20, 20, 20, 20, 20, 20, 20, 20], 1),  # ... all of a part
+        ([40, 36, 36, 36, 36, 36, 36], 1),  # what no cut would gain
+        ([3, 0, 3], 1),
+    ],
+)
+def test_tiles_that_have_a_cta_each(
+    request_of: Any, rng: Any, steps: list[int], heads: int
+) -> None:
+    # Nine CTAs; steps are of two blocks.
+    blocks = rng.permuted(np.arange(160) < 2 * np.array(steps)[:, None], axis=1)
+    made = request_of((64, 32), blocks=blocks[None, None], kv_heads=heads)
+    made.check(RETAIN)
 
 
 def test_more_split_tiles_than_are_merged_at_a_time(request_of: Any, rng: Any) -> None:

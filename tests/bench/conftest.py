@@ -32,7 +32,14 @@ class Queue:
 
     def event(self) -> Any:
         """An event with CuPy's methods."""
-        event = SimpleNamespace(at=0.0)
+        simulated = self
+
+        class Event(SimpleNamespace):
+            @property
+            def done(self) -> bool:
+                return bool(self.at <= simulated.host)
+
+        event = Event(at=0.0)
 
         def record() -> None:
             self.log.append("event")

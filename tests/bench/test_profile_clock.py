@@ -238,20 +238,33 @@ def test_heads_have_numbers_of_their_own(clock):
     assert len(seen) == 3 * HEADS
 
 
-@pytest.mark.parametrize(("work", "plugs"), [(5.0, 0), (0.01, 15)])
-def test_short_calls_wait_behind_work_until_all_are_queued(queue, work, plugs):
+@pytest.mark.parametrize(
+    ("work", "host", "plugs"),
+    [
+        (5.0, 0.04, [0]),
+        (0.01, 0.04, [15]),
+        (0.01, 0.06, [15, 30]),  # the host is slower than was thought: once more
+    ],
+)
+def test_short_calls_wait_behind_work_until_all_are_queued(queue, work, host, plugs):
     """A call of 0.01 ms that the host needs 0.04 ms for is still timed as 0.01 ms."""
     clock = object.__new__(GpuClock)
     clock._plug = types.SimpleNamespace(data=types.SimpleNamespace(ptr=1))
     cupy = interop.import_cupy()
     cupy.cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=0)
     cupy.cuda.runtime.memsetAsync = lambda *a: queue.launch("plug", host=0.002, work=0.06)
-    call, known = partial(queue.launch, "call", host=0.04, work=work), {}
+    call, known = partial(queue.launch, "call", host=host, work=work), {}
     assert clock._run(call, 1, {id(call): 0.2}) == pytest.approx(work)  # an interrupted first one
     assert clock._run(call, 1, known) == pytest.approx(work)
     queue.log.clear()
     assert clock._run(call, 20, known) == pytest.approx(work)
-    assert queue.log == ["plug"] * plugs + ["call", "event", *["call"] * 20, "event"]
+    one = ["call", "event", *["call"] * 20, "event"]
+    assert queue.log == [name for n in plugs for name in ["plug"] * n + one]
+    # Where no work is enough, it ends all the same.
+    queue.log.clear()
+    if work < host:
+        assert clock._run(partial(queue.launch, "call", host=1.0, work=work), 20, {}) > work
+        assert queue.log.count("plug") == 15 + 30 + 60 + 120
 
 
 def test_a_model_s_times_are_those_of_the_plan_on_that_gpu(mask):

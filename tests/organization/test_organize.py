@@ -334,48 +334,98 @@ def test_alternate_reverses_every_second_task() -> None:
 def test_split_cuts_what_would_hold_one_cta_too_long() -> None:
     # 500 steps over 10 CTAs: a share is 50, and only above 75 is a tile cut.
     device = DeviceModel(sms=5, ctas_per_sm=2, l2_bytes=0)
-    tasks = call(of_steps([75, 77, 0, 346, 2]), Organization(split=True), device=device)
+    none = [0] * 6  # tiles without steps, so that there are more than CTAs
+    tasks = call(of_steps([75, 77, 0, 346, 2, *none]), Organization(split=True), device=device)
     lengths = (tasks.task_end - tasks.task_begin).tolist()
-    assert tasks.task_tile.tolist() == [0, 1, 1, 2, *[3] * 7, 4]
-    assert lengths == [75, 38, 39, 0, 49, 49, 50, 49, 50, 49, 50, 2]
-    assert tasks.task_slot.tolist() == [-1, 0, 1, -1, *range(2, 9), -1]
+    assert tasks.task_tile.tolist() == [0, 1, 1, 2, *[3] * 7, *range(4, 11)]
+    assert lengths == [75, 38, 39, 0, 49, 49, 50, 49, 50, 49, 50, 2, *none]
+    assert tasks.task_slot.tolist() == [-1, 0, 1, -1, *range(2, 9), *[-1] * 7]
     assert tasks.merge_tile.tolist() == [1, 3]
     assert tasks.merge_head.tolist() == [0, 0]
     assert tasks.merge_offsets.tolist() == [0, 2, 9]
     # One step more is above half a share more.
-    tasks = call(of_steps([76, 76, 0, 346, 2]), Organization(split=True), device=device)
-    assert np.bincount(tasks.task_tile).tolist() == [2, 2, 1, 7, 1]
+    tasks = call(of_steps([76, 76, 0, 346, 2, *none]), Organization(split=True), device=device)
+    assert np.bincount(tasks.task_tile).tolist() == [2, 2, 1, 7, *[1] * 7]
 
 
 def test_split_leaves_what_a_merge_would_not_win_back() -> None:
     # 80 steps over 4 CTAs: a share is 20, and two of the shortest parts are 16.
     device = DeviceModel(sms=4, ctas_per_sm=1, l2_bytes=0)
     for longest, parts in ((35, 1), (36, 2)):
-        tiles = of_steps([longest, 20, 80 - 20 - longest])
-        tasks = call(tiles, Organization(split=True), device=device)
+        tiles = of_steps([longest, 20, 80 - 20 - longest, 0, 0])
+        tasks = call(tiles, Organization(longest=True, split=True), device=device)
+        assert np.bincount(tasks.task_tile).tolist() == [parts, *[1] * 4]
+        # In one round it is when all end that counts: 20 steps at best.
+        tasks = call(of_steps([longest, 20, 20]), Organization(split=True), device=device)
         assert np.bincount(tasks.task_tile).tolist() == [parts, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("steps", "sms", "parts"),
+    [
+        # A share is 20, but parts of 20 would be 2 + 15, of which one finds no CTA.
+        ([30, 290], 16, [2, 14]),
+        # On a larger GPU a share is less than the shortest part.
+        ([30, 290], 264, [4, 37]),
+        # 4 CTAs are left, which cannot help 8 tiles; 4 of 8 they can.
+        ([40] * 8, 12, [1] * 8),
+        ([80] * 4 + [40] * 4, 12, [2] * 4 + [1] * 4),
+        # Parts of 28 and 29 would be 4 + 2; of 30 they all find a CTA.
+        ([90, 50], 5, [3, 2]),
+        # 36 is not above 29 by a shortest part, so it stays, and makes room for a fourth of 96.
+        ([96, 36], 5, [4, 1]),
+        # Short tiles wait for a second round, which takes an eighth of a share of 22, ...
+        ([240, *[2] * 10], 12, [11, *[1] * 10]),
+        # ... a quarter of 13, ...
+        ([120, *[3] * 10], 12, [10, *[1] * 10]),
+        # ... a quarter of 28, rather than half of a share of 26, ...
+        ([240, *[7] * 10], 12, [9, *[1] * 10]),
+        # ... half of 29, ...
+        ([240, *[10] * 10], 12, [9, *[1] * 10]),
+        # ... or all of 75, which is still sooner than 240.
+        ([240, *[60] * 11], 12, [4, *[1] * 11]),
+    ],
+)
+def test_parts_of_one_round_end_soonest(steps: list[int], sms: int, parts: list[int]) -> None:
+    device = DeviceModel(sms=sms, ctas_per_sm=1, l2_bytes=0)
+    tasks = call(of_steps(steps), Organization(longest=True, split=True), device=device)
+    assert np.bincount(tasks.task_tile).tolist() == parts
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=24), min_size=1, max_size=2),
+    st.integers(0, 40),
+)
+def test_cuts_where_each_tile_has_a_cta_never_end_later(heads: list[list[int]], spare: int) -> None:
+    tiles = of_steps(*heads)
+    device = DeviceModel(sms=len(tiles) + spare, ctas_per_sm=1, l2_bytes=100)
+    whole, cut = (
+        call(tiles, Organization(longest=True, split=split), device=device)
+        for split in (False, True)
+    )
+    before, after = makespan(whole, device.capacity), makespan(cut, device.capacity)
+    assert before == max(map(max, heads))
+    if cut.slots:
+        assert after <= before - 16
+    # Whoever could halve the longest tile, and have a CTA for each half, does as well at least.
+    if spare and sum(map(len, heads)) == 1:
+        assert after <= max(8, -(-before // 2)) + 16
+
+
 def test_the_split_limit_grows_with_the_request() -> None:
-    # 320 steps over 16 CTAs: limit 20, so 30 stays whole and 290 becomes 15 parts.
-    device = DeviceModel(sms=16, ctas_per_sm=1, l2_bytes=0)
-    tasks = call(of_steps([30, 290]), Organization(split=True), device=device)
-    assert np.bincount(tasks.task_tile).tolist() == [1, 15]
     # More heads that share the tiles fill the GPU by themselves.
+    device = DeviceModel(sms=16, ctas_per_sm=1, l2_bytes=0)
+    assert call(of_steps([30, 290]), Organization(split=True), device=device).slots == 16
     busy = call(of_steps([30, 290]), Organization(split=True), device=device, q_heads=40)
     assert busy.slots == 0
-    # A larger GPU has more to fill, down to parts of eight steps.
-    large = DeviceModel(sms=132, ctas_per_sm=2, l2_bytes=0)
-    tasks = call(of_steps([30, 290]), Organization(split=True), device=large)
-    assert np.bincount(tasks.task_tile).tolist() == [4, 37]
 
 
 def test_parts_of_a_split_tile_are_sorted_by_their_own_length() -> None:
     device = DeviceModel(sms=4, ctas_per_sm=1, l2_bytes=0)
-    tasks = call(of_steps([10, 40]), Organization(longest=True, split=True), device=device)
-    # Limit 13: 40 steps become four parts of ten, as long as the whole tile before them.
-    assert tasks.task_tile.tolist() == [0, 1, 1, 1, 1]
-    assert tasks.task_slot.tolist() == [-1, 0, 1, 2, 3]
+    tasks = call(of_steps([13, 40]), Organization(longest=True, split=True), device=device)
+    # Parts of 13, 13 and 14 steps: the last one is longer than the whole tile.
+    assert tasks.task_tile.tolist() == [1, 0, 1, 1]
+    assert tasks.task_slot.tolist() == [2, -1, 0, 1]
 
 
 @pytest.mark.parametrize(
