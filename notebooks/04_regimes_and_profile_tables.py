@@ -71,15 +71,15 @@ for name, value in features._asdict().items():
 
 # %% [markdown]
 # Sizes of blocks, head dim and the flags pick a **key** of the table: the kinds of request that it
-# has an answer for. Heads, tokens, density and run coverage then pick a **regime**: a bucket
-# between edges, each with a ranking of its own.
+# has an answer for. Heads, tokens, density, run coverage and their products then pick a
+# **regime**: a bucket between edges, each with a ranking of its own.
 #
 # Here is a key of `sm90`, the table of the H100 and H200, as a map. The title names the key: *q* is
 # the rows of a query block, *k* the columns of a key block, *uniform* means that blocks are of one
 # size, *no-bits* that none is kept in part, *d* is the head dim. A box is a regime. The axes show
-# where edges are, not how far they are apart; *rows* are heads times tokens. The text in a box is
-# its first plan: mapping, and rows x columns of a tile. Look at the thick lines: there the ranking
-# changes.
+# where edges are, not how far they are apart; *rows* are heads times tokens, *kept keys* density
+# times tokens. The text in a box is its first plan: mapping, and rows x columns of a tile. Look at
+# the thick lines: there the ranking changes.
 
 # %%
 shipped = load_for("sm90")
@@ -87,7 +87,7 @@ keys = shipped.document.keys
 most = max(range(len(keys)), key=lambda number: sum(map(len, keys[number].edges)))
 others = {"heads": 12, "run_coverage": 0.5}
 _, ax = plt.subplots(figsize=(9, 3.2), layout="constrained")
-viz.draw_table(ax, shipped, key=most, x="density", y="rows", at=others)
+viz.draw_table(ax, shipped, key=most, x="kept_keys", y="rows", at=others)
 
 # %% [markdown]
 # The title ends in where the rankings come from: *default* is reasoned and not measured, *model* is

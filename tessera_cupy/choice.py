@@ -13,6 +13,7 @@ from tessera_cupy.mapping import makes_halves, why_not
 from tessera_cupy.masks import BlockMask
 from tessera_cupy.masks.summary import MaskSummary
 from tessera_cupy.regimes import Choice, Features, PlanSpec, Table, load_for
+from tessera_cupy.regimes.features import kept_keys
 from tessera_cupy.regimes.schema import AXES, Document
 from tessera_cupy.request import Request
 
@@ -48,7 +49,7 @@ def choose(
     """The first plan of the ranking that can serve the request, with its kernel.
 
     What a table says is remembered, but for ragged blocks of the host, with all that it depends on
-    besides a mask's density and run coverage: a later choice is where these two lie between edges.
+    besides a mask's density and run coverage: a later choice is where these lie between edges.
     It took 1.4 us in Python 3.11 on a virtual machine of an Intel Xeon, with the mask's figures
     known.
 
@@ -73,7 +74,11 @@ def choose(
         density, run_coverage = mask.density(), mask.run_coverage()
     else:
         density, run_coverage = summary.density, summary.run_coverage
-    place = bisect_right(kind.densities, density), bisect_right(kind.runs, run_coverage)
+    place = (
+        bisect_right(kind.densities, density),
+        bisect_right(kind.runs, run_coverage),
+        bisect_right(kind.kept, kept_keys(density, request.skv)),
+    )
     answer = kind.answers.get(place)
     if answer is None:
         answer = kind.answers[place] = _by_table(mask, request, table, summary)
@@ -85,14 +90,16 @@ class _Kind(NamedTuple):
 
     Attributes:
         known: what the key names by its identity.
-        densities, runs: every edge that some answer of the table depends on.
-        answers: by the places of density and run coverage between the edges.
+        densities, runs, kept: every edge of density, run coverage and kept keys that some answer
+            of the table depends on.
+        answers: by the places of the three between the edges.
     """
 
     known: tuple[object, ...]
     densities: tuple[float, ...]
     runs: tuple[float, ...]
-    answers: dict[tuple[int, int], _Answer]
+    kept: tuple[float, ...]
+    answers: dict[tuple[int, int, int], _Answer]
 
 
 _kinds: dict[tuple[object, ...], _Kind] = {}
@@ -124,7 +131,11 @@ def _kind_of(mask: BlockMask, request: Request, table: Table) -> _Kind | None:
         if len(_kinds) >= _MOST_KINDS:
             _kinds.clear()
         kind = _kinds[key] = _Kind(
-            (request, table, ragged), sorted_edges["density"], sorted_edges["run_coverage"], {}
+            (request, table, ragged),
+            sorted_edges["density"],
+            sorted_edges["run_coverage"],
+            sorted_edges["kept_keys"],
+            {},
         )
     return kind
 

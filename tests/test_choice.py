@@ -101,6 +101,7 @@ RULED = RULED.with_rule("attend_mma/q64k64/retain-pack/rows", density=(0.2, 0.4)
 RULED = RULED.with_rule("attend_mma/q64k64/split-pack/rows", tokens=(None, 100), density=(0.7, 1))
 KINDS = {
     "blocks": MASK,
+    "many blocks": BlockMask.from_dense(np.eye(128, dtype=bool), (64, 64)),
     "small blocks": BlockMask.from_dense(np.eye(8, dtype=bool), (16, 32)),
     "large blocks": BlockMask.from_dense(np.eye(1, dtype=bool), (128, 128)),
     "slices": KeySlices.from_groups(np.eye(2, 128, dtype=bool), 64).to_block_mask(),
@@ -120,6 +121,9 @@ def test_a_remembered_choice_is_that_of_the_table(name: str, kind: str) -> None:
         {around for of_one in edges for edge in of_one[axis] for around in beside(edge)}
         for axis in (2, 3)
     ]
+    kept = {edge for of_one in edges for edge in of_one[5]}
+    shares = {(edge + more) / request.skv for edge in kept for more in (-0.51, -0.5, -0.49)}
+    axes[0] |= {share for share in shares if 0 <= share <= 1}
     for _ in range(2):
         for density, run_coverage in product(*[sorted({0.0, 0.5, 1.0, *axis}) for axis in axes]):
             summary = Numbers(density, run_coverage)

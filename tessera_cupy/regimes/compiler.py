@@ -1,10 +1,10 @@
 """From times of plans on masks to a profile table.
 
 Cases fall into keys by what a kernel is chosen for: block sizes, raggedness, token bits, dtype,
-head dim, layout. Inside a key a decision tree over heads, tokens, their product (rows), density and
-run coverage cuts cases into regimes; how far is judged by the regret on sources that it did not
-see. A regime ranks plans by the geometric mean of their times. Nothing is drawn at random: the same
-measurements give the same table.
+head dim, layout. Inside a key a decision tree over heads, tokens, their product (rows), density,
+the keys that it leaves a row (kept_keys) and run coverage cuts cases into regimes; how far is
+judged by the regret on sources that it did not see. A regime ranks plans by the geometric mean of
+their times. Nothing is drawn at random: the same measurements give the same table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tessera_cupy.regimes.tree import (
 LEAST_CASES = 3
 # Ends (included) of the classes of block sizes and head dims: kernels' tiles and halves of them.
 _Q_CLASSES = (16, 32, 64, 128, 192)
-_KV_CLASSES = (16, 32, 64)
+_KV_CLASSES = (64,)
 _DIM_CLASSES = (64, 128)
 _REASONED = "Reasoned keys: "
 

@@ -116,8 +116,9 @@ def _in_cell(
 ) -> Iterator[tuple[tuple[Interval, ...], _Pair]]:
     """The buckets of a cell in which the tables differ, joined; its edges by key or rule."""
     axes = [sorted({edge for of_key in edges for edge in of_key[i]}) for i in range(len(AXES))]
-    # An edge is in the bucket that it begins; numbers begin at 1 and shares at 0.
-    firsts = [0.0 if name in FRACTIONS else 1 for name in AXES]
+    # An edge is in the bucket that it begins; numbers begin at 1; shares, and the
+    # keys that a row keeps, at 0.
+    firsts = [0.0 if name in (*FRACTIONS, "kept_keys") else 1 for name in AXES]
     starts = [(first, *axis) for first, axis in zip(firsts, axes, strict=True)]
     boxes: dict[_Pair, list[_Box]] = {}
     for place in product(*[range(len(axis)) for axis in starts]):
@@ -126,9 +127,9 @@ def _in_cell(
         numbers: dict[str, Any] = {
             name: axis[i] for name, axis, i in zip(AXES, starts, place, strict=True)
         }
-        rows = numbers.pop("rows")
+        derived = {name: numbers.pop(name) for name in ("rows", "kept_keys")}
         bucket = _Bucket(*f._replace(**numbers))
-        bucket.rows = rows
+        bucket.rows, bucket.kept_keys = derived["rows"], derived["kept_keys"]
         pair = old.lookup(bucket).ranking[0], new.lookup(bucket).ranking[0]
         if pair[0] != pair[1]:
             boxes.setdefault(pair, []).append(tuple((i, i + 1) for i in place))
@@ -141,17 +142,31 @@ class _Bucket(Features):
     """A request of a bucket by the least numbers of the bucket, whether or not they go together."""
 
     rows: int = 0
+    kept_keys: int = 0
 
 
 def _possible(starts: Sequence[tuple[float, ...]], place: Sequence[int]) -> bool:
-    """Whether some heads and tokens of a bucket give rows of it."""
-    low, high = 1.0, 1.0
-    for name in ("heads", "tokens"):
+    """Whether some numbers of a bucket give the rows and the kept keys of it."""
+
+    def ends(name: str) -> tuple[float, float]:
+        """The least number of an axis in the bucket, and the greatest."""
         axis, i = starts[AXES.index(name)], place[AXES.index(name)]
-        low *= axis[i]
-        high *= axis[i + 1] - 1 if i + 1 < len(axis) else inf
-    axis, i = starts[AXES.index("rows")], place[AXES.index("rows")]
-    return axis[i] <= high and (i + 1 == len(axis) or low < axis[i + 1])
+        if i + 1 == len(axis):
+            return axis[i], 1.0 if name in FRACTIONS else inf
+        return axis[i], axis[i + 1] - (name not in FRACTIONS)
+
+    (heads, most_heads), (density, most_density) = ends("heads"), ends("density")
+    (rows, most_rows), (kept, most_kept) = ends("rows"), ends("kept_keys")
+    tokens, most_tokens = ends("tokens")
+    # As many tokens as go with these heads and rows, and with these densities and kept keys.
+    return max(tokens, _over(rows, most_heads), _over(kept - 0.5, most_density)) <= min(
+        most_tokens, _over(most_rows, heads), _over(most_kept + 0.5, density)
+    )
+
+
+def _over(product: float, factor: float) -> float:
+    """The other factor; what no factor gives is out of reach."""
+    return product / factor if factor else inf if product > 0 else 0.0
 
 
 def _interval(edges: Sequence[float], begin: int, end: int) -> Interval:

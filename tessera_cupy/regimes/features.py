@@ -46,9 +46,29 @@ class Features(NamedTuple):
         return self.heads * self.tokens
 
     @property
+    def kept_keys(self) -> int:
+        """Keys that a row keeps on average, rounded: how long its list is, on any number of keys.
+
+        >>> features = Features(
+        ...     64, 64, False, False, "bfloat16", 128, "BHSD", heads=8, tokens=32760,
+        ...     density=0.1, run_coverage=0.8,
+        ... )  # fmt: skip
+        >>> features.kept_keys
+        3276
+        """
+        return kept_keys(self.density, self.tokens)
+
+    @property
     def numbers(self) -> tuple[float, ...]:
         """The values that regimes are told apart by, as :data:`AXES` of the schema has them."""
-        return self.heads, self.tokens, self.density, self.run_coverage, self.rows
+        return (
+            self.heads,
+            self.tokens,
+            self.density,
+            self.run_coverage,
+            self.rows,
+            self.kept_keys,
+        )
 
     @classmethod
     def of(
@@ -88,3 +108,8 @@ class Features(NamedTuple):
             run_coverage=summary.run_coverage if summary else mask.run_coverage(),
             slices=mask.of_slices,
         )
+
+
+def kept_keys(density: float, tokens: int) -> int:
+    """Keys that a row keeps on average, of so many tokens, rounded."""
+    return int(density * tokens + 0.5)

@@ -28,7 +28,7 @@ LAYOUTS = ("BHSD", "BSHD")
 #: Kinds of masks that a key may be for.
 MASKS = ("slices",)
 #: Axes that a key buckets by edges, in the order of regime names.
-AXES = ("heads", "tokens", "density", "run_coverage", "rows")
+AXES = ("heads", "tokens", "density", "run_coverage", "rows", "kept_keys")
 #: Those of them that run from 0 to 1; the others are whole numbers.
 FRACTIONS = ("density", "run_coverage")
 _MAX_SIZE = 2**31 - 1

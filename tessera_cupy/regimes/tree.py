@@ -30,6 +30,7 @@ PRESET_EDGES: dict[str, tuple[float, ...]] = {
     "density": (0.05, 0.15, 0.3, 0.6, 0.9),
     "run_coverage": (0.3, 0.7),
     "rows": (16384, 65536, 262144),
+    "kept_keys": (512, 2048, 8192),
 }
 
 

@@ -25,6 +25,7 @@ _NAMES = {
     "density": "density (kept fraction)",
     "run_coverage": "run coverage (fraction)",
     "rows": "rows (heads x tokens)",
+    "kept_keys": "kept keys of a row (mean)",
 }
 
 
@@ -48,7 +49,8 @@ def draw_table(
         table: the table, of :func:`tessera_cupy.regimes.load_table` or ``load_for``.
         key: the key's number in the file, from 0, those of ``reasoned`` after those of ``keys``; or
             its name, such as ``q64k64 d<=128``, the first of that name.
-        x: the axis across, one of "heads", "tokens", "density", "run_coverage" and "rows".
+        x: the axis across, one of "heads", "tokens", "density", "run_coverage", "rows" and
+            "kept_keys".
         y: the axis up, another of them.
         at: a value of each other axis that the key has edges of.
 
@@ -61,7 +63,7 @@ def draw_table(
     >>> ax = Figure().subplots()
     >>> draw_table(ax, load_for("sm90"), key=0)
     >>> print(ax.get_title())
-    sm90, q<=16 k<=16 uniform no-bits d<=64: first choice of each bucket (measured)
+    sm90, q<=16 k<=64 uniform no-bits d<=64: first choice of each bucket (measured)
     """
     arguments.check_axes(ax)
     fix = 'pass tessera_cupy.regimes.load_for("sm90"), or load_table(path)'

@@ -121,3 +121,36 @@ def test_tables_may_differ_by_rows_alone(tmp_path):
         assert any(holds(one, here) for one in found) == (heads * tokens >= 9000)
     below = [one for one in found if one.when[0].high == 10 and one.when[1].high == 1000]
     assert below == []  # 9 heads of 999 tokens are 8,991 rows
+
+
+def test_tables_may_differ_by_kept_keys_alone(tmp_path):
+    """Density times tokens, rounded: buckets that no such numbers have are not among them."""
+    path = tmp_path / "sm90.yaml"
+    match = "{ragged: false, block_q: 64, block_kv: 64, head_dim: 128, dtype: bfloat16}"
+    path.write_text(
+        "schema: 1\narch: sm90\nprovenance: default\ndevice: null\ncatalog: null\nraw_data: null\n"
+        "reasons: A test.\nbase:\n  - attend_mma/q64k64/retain-pack/rows\n"
+        "  - attend_mma/q64k64/split-pack/rows\n  - attend_mma/q64k32/retain-pack/rows\n"
+        f"keys:\n  - match: {match}\n    why: few keys\n"
+        "    edges: {tokens: [1000], density: [0.5], kept_keys: [600]}\n    regimes:\n"
+        "      - when: {kept_keys: {below: 600}}\n"
+        "        plans: [attend_mma/q128k64/merge-pack/rows]\n"
+        "      - when: {kept_keys: {from: 600}}\n"
+        "        plans: [attend_mma/q128k64/share-pack/rows]\n"
+    )
+    table = load_table(path)
+    f = drawn(random.Random(0))._replace(
+        block_q=64, block_kv=64, head_dim=128, ragged=False, token_bits=False, slices=False,
+        dtype="bfloat16", tokens=2000,
+    )  # fmt: skip
+    plans = [table.lookup(f._replace(density=d)).ranking[0].mapping.q for d in (0.2997, 0.29975)]
+    assert plans == ["merge", "share"]
+    other = tmp_path / "other" / "sm90.yaml"
+    other.parent.mkdir()
+    other.write_text(path.read_text().replace("q128k64/share", "q64k64/share"))
+    found = differences(table, load_table(other))
+    for tokens, density in ((999, 0.5), (999, 0.7), (1000, 0.59), (1000, 0.6), (5000, 0.1)):
+        here = f._replace(tokens=tokens, density=density)
+        assert any(holds(one, here) for one in found) == (round(tokens * density) >= 600)
+    # Below half of fewer than 1,000 keys are 499 at most.
+    assert [one for one in found if one.when[1].high == 1000 and one.when[2].high == 0.5] == []

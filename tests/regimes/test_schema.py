@@ -75,7 +75,7 @@ def test_every_field_is_read(tmp_path):
     assert (match.dtype, match.layout) == ("bfloat16", "BHSD")
     assert match.head_dim.high == 129
     assert key.why == "one line"
-    assert key.edges == ((8,), (4096, 32768), (0.1, 0.3), (0.5,), ())
+    assert key.edges == ((8,), (4096, 32768), (0.1, 0.3), (0.5,), (), ())
     assert [len(regime.plans) for regime in key.regimes] == [1, 2]
 
 

@@ -11,6 +11,7 @@ from tessera_cupy.kernels.catalog import find
 from tessera_cupy.mapping import why_not
 from tessera_cupy.masks import BlockMask, KeySlices
 from tessera_cupy.regimes import Features, Table, load_for
+from tessera_cupy.regimes.features import kept_keys
 from tessera_cupy.regimes.schema import AXES, PROVENANCES
 
 TABLES = ("sm80", "sm89", "sm90", "sm100", "sm120")
@@ -144,10 +145,30 @@ def test_the_best_plan_of_a_uniform_mask_is_eligible_for_the_planner(name):
         assert reason is None, choice.regime
 
 
+def inside(when):
+    """Numbers of a request in a box of buckets: the first of many that are tried."""
+    ends = dict(zip(AXES, when, strict=True))
+    sizes = [1, *{int(2 ** (i / 8)) for i in range(8, 8 * 20)}]
+    shares = [i / 256 for i in range(257)]
+
+    def of(axis, values):
+        found = sorted({max(ends[axis].low, 0), *values})
+        return [value for value in found if value in ends[axis]]
+
+    for heads, tokens in product(of("heads", sizes[:40]), of("tokens", sizes)):
+        if heads * tokens in ends["rows"]:
+            for density in of("density", [*shares, ends["kept_keys"].low / max(1, tokens)]):
+                if 0 <= density <= 1 and kept_keys(density, tokens) in ends["kept_keys"]:
+                    coverage = max(0.0, ends["run_coverage"].low)
+                    return {"heads": heads, "tokens": tokens, "density": density,
+                            "run_coverage": coverage}  # fmt: skip
+    raise AssertionError(f"no request is in {when}")
+
+
 @pytest.mark.parametrize("table_of", [load_for, defaults])
 @pytest.mark.parametrize("name", TABLES)
 def test_every_regime_can_be_reached(name, table_of):
-    """Asking at the low corner of each regime's box gives that regime's ranking."""
+    """Asking for a request in each regime's box gives that regime's ranking."""
     table = table_of(name)
     for key in table.document.keys:
         match = key.match
@@ -162,15 +183,7 @@ def test_every_regime_can_be_reached(name, table_of):
             "slices": match.mask == "slices",
         }
         for regime in key.regimes:
-            corners = dict(zip(AXES, [max(0, ends.low) for ends in regime.when], strict=True))
-            rows = corners.pop("rows")
-            if rows > corners["heads"] * corners["tokens"]:  # as many heads as that takes
-                most = regime.when[AXES.index("heads")].high
-                corners["tokens"] = max(1, corners["tokens"])
-                heads = max(corners["heads"], -(-rows // corners["tokens"]))
-                corners["heads"] = heads if heads < most else int(most) - 1
-                corners["tokens"] = max(corners["tokens"], -(-rows // corners["heads"]))
-            choice = table.lookup(Features(**{**REQUEST, **corner, **corners}))
+            choice = table.lookup(Features(**{**REQUEST, **corner, **inside(regime.when)}))
             assert choice.ranking[: len(regime.plans)] == regime.plans
             assert choice.why == key.why
 
