@@ -253,7 +253,10 @@ def test_masks_from_every_library(
     case = draw("bfloat16")
     blocks = case.mask.to_dense()
     arrays = [gpu.cupy.asarray(x) for x in case.arrays]
-    expected = gpu.cupy.asnumpy(block_sparse_attention(*arrays, case.mask)).view(np.uint16)
+    # Short last blocks: the host counts their tokens, a GPU blocks, so that the table may differ.
+    plan = "attend_mma/q64k64/retain-pack/longest+split"
+    expected = block_sparse_attention(*arrays, case.mask, regime=plan)
+    expected = gpu.cupy.asnumpy(expected).view(np.uint16)
     if library == "jax":
         given = request.getfixturevalue("jax").numpy.asarray(blocks)
     elif library.startswith("torch"):
@@ -264,7 +267,7 @@ def test_masks_from_every_library(
     mask = BlockMask.from_dense(given, (64, 64), case.mask.shape)
     host = library == "torch on the host"
     assert mask.device == (None if host else gpu.cupy.cuda.Device().id)
-    out = gpu.cupy.asnumpy(block_sparse_attention(*arrays, mask))
+    out = gpu.cupy.asnumpy(block_sparse_attention(*arrays, mask, regime=plan))
     np.testing.assert_array_equal(out.view(np.uint16), expected)
 
 
