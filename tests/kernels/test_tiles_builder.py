@@ -591,6 +591,23 @@ def test_room_is_enough_for_the_most_parts(
     assert added + made.merge_capacity <= made.slot_capacity
 
 
+def test_tiles_that_have_a_cta_each(run: Runner) -> None:
+    """Parts that all find one, that wait for a second round, and none."""
+    one_round = two_rounds = whole = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        heads, count = rng.choice([1, 1, 3]), int(rng.integers(1, 70))
+        long = rng.random(count) < rng.choice([0.03, 0.3, 1.0])
+        lengths = np.where(long, rng.integers(0, 400, count), rng.integers(0, 40, count)).tolist()
+        sms = int(heads * count * rng.choice([1.0, 1.1, 2.0, 4.0]))
+        request, blocks = of_lengths(lengths, sms)
+        tasks = check(run, replace(request, q_heads=int(heads)), blocks)
+        one_round += tasks.slots > 0 and len(tasks) <= sms
+        two_rounds += tasks.slots > 0 and len(tasks) > sms
+        whole += tasks.slots == 0
+    assert min(one_round, two_rounds, whole) >= 5, (one_round, two_rounds, whole)
+
+
 @st.composite
 def lengths_and_ctas(draw: st.DrawFn) -> tuple[list[int], int]:
     """Tiles of a few lengths, long and short, for up to five rounds."""
