@@ -35,7 +35,9 @@ from tessera_cupy.regimes.tree import (
 LEAST_CASES = 3
 # Ends (included) of the classes of block sizes and head dims: kernels' tiles and halves of them.
 _Q_CLASSES = (16, 32, 64, 128, 192)
-_KV_CLASSES = (64,)
+_KV_CLASSES = (16, 32, 64)
+# Columns of up to so many make the same tiles: their cases are one key, for the columns they have.
+_NARROW = 64
 _DIM_CLASSES = (64, 128)
 _REASONED = "Reasoned keys: "
 
@@ -100,12 +102,18 @@ def compile_table(
 
 def _classes(cases: Sequence[Case]) -> list[tuple[Match, list[Case]]]:
     """Cases by the key that they belong to, in a fixed order."""
-    kinds: dict[Match, list[Case]] = {}
+    kinds: dict[Match, list[tuple[Interval, Case]]] = {}
     for case in cases:
-        kinds.setdefault(kind_of(case.features), []).append(case)
+        kind = kind_of(case.features)
+        narrow = kind.block_kv.high <= _NARROW + 1
+        alike = replace(kind, block_kv=Interval(high=_NARROW + 1)) if narrow else kind
+        kinds.setdefault(alike, []).append((kind.block_kv, case))
     found: list[tuple[Match, list[Case]]] = []
-    for match, members in kinds.items():
-        found += _by_value(match, members)
+    for alike, members in kinds.items():
+        columns = [of_case for of_case, _ in members]
+        low, high = min(c.low for c in columns), max(c.high for c in columns)
+        match = replace(alike, block_kv=Interval(low, high))
+        found += _by_value(match, [case for _, case in members])
     return sorted(found, key=lambda pair: _order(pair[0]))
 
 

@@ -63,7 +63,7 @@ def draw_table(
     >>> ax = Figure().subplots()
     >>> draw_table(ax, load_for("sm90"), key=0)
     >>> print(ax.get_title())
-    sm90, q<=16 k<=64 uniform no-bits d<=64: first choice of each bucket (measured)
+    sm90, q<=16 k<=16 uniform no-bits d<=64: first choice of each bucket (measured)
     """
     arguments.check_axes(ax)
     fix = 'pass tessera_cupy.regimes.load_for("sm90"), or load_table(path)'

@@ -1,3 +1,4 @@
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,8 @@ def test_kinds_of_masks_are_keys_of_their_own():
     made = table(measured(cases))
     assert len(made.document.keys) == len(kinds)
     assert sorted(key.cases for key in made.document.keys) == [8] * 6 + [16]
+    columns = {(key.match.block_kv.low, key.match.block_kv.high) for key in made.document.keys}
+    assert columns == {(-math.inf, 65), (33, 65), (65, math.inf), (-math.inf, math.inf)}
     assert "1 case" in made.document.reasons
     # What was not measured is reasoned.
     lookup = made.lookup(features(block_q=16))
