@@ -146,6 +146,7 @@ def test_lists_without_room_are_made_again(
     requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead, "LEAST_BYTES", 0)
+    requests.regime = TABLE  # one plan for all of these
     requests.blocks = (1, 2, 5, 150)
     assert not requests.ask(SPARSE)
     assert requests.ask(SPARSE / 2)  # needs less
