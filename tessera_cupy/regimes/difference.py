@@ -127,9 +127,9 @@ def _in_cell(
         numbers: dict[str, Any] = {
             name: axis[i] for name, axis, i in zip(AXES, starts, place, strict=True)
         }
-        derived = {name: numbers.pop(name) for name in ("rows", "kept_keys")}
+        rows, kept = numbers.pop("rows"), numbers.pop("kept_keys")
         bucket = _Bucket(*f._replace(**numbers))
-        bucket.rows, bucket.kept_keys = derived["rows"], derived["kept_keys"]
+        bucket.rows, bucket.kept_keys = rows, kept
         pair = old.lookup(bucket).ranking[0], new.lookup(bucket).ranking[0]
         if pair[0] != pair[1]:
             boxes.setdefault(pair, []).append(tuple((i, i + 1) for i in place))

@@ -91,30 +91,38 @@ def test_a_table_does_not_differ_from_itself():
     assert differences(RULED, RULED) == []
 
 
-def test_tables_may_differ_by_rows_alone(tmp_path):
-    """Heads times tokens: buckets that no heads and tokens have are not among the differences."""
+def crossing(tmp_path, edges, axis, edge):
+    """Two tables that rank another plan from an edge on, and a request of theirs."""
     path = tmp_path / "sm90.yaml"
     match = "{ragged: false, block_q: 64, block_kv: 64, head_dim: 128, dtype: bfloat16}"
     path.write_text(
         "schema: 1\narch: sm90\nprovenance: default\ndevice: null\ncatalog: null\nraw_data: null\n"
         "reasons: A test.\nbase:\n  - attend_mma/q64k64/retain-pack/rows\n"
         "  - attend_mma/q64k64/split-pack/rows\n  - attend_mma/q64k32/retain-pack/rows\n"
-        f"keys:\n  - match: {match}\n    why: few rows\n"
-        "    edges: {tokens: [1000], heads: [10], rows: [9000]}\n    regimes:\n"
-        "      - when: {rows: {below: 9000}}\n        plans: [attend_mma/q128k64/merge-pack/rows]\n"
-        "      - when: {rows: {from: 9000}}\n        plans: [attend_mma/q128k64/share-pack/rows]\n"
+        f"keys:\n  - match: {match}\n    why: a test\n    edges: {edges}\n    regimes:\n"
+        f"      - when: {{{axis}: {{below: {edge}}}}}\n"
+        "        plans: [attend_mma/q128k64/merge-pack/rows]\n"
+        f"      - when: {{{axis}: {{from: {edge}}}}}\n"
+        "        plans: [attend_mma/q128k64/share-pack/rows]\n"
     )
-    ruled = load_table(path)
-    f = drawn(random.Random(0))._replace(
-        block_q=64, block_kv=64, head_dim=128, ragged=False, token_bits=False, slices=False,
-        dtype="bfloat16", heads=5,
-    )  # fmt: skip
-    firsts = [ruled.lookup(f._replace(tokens=n)).ranking[0].mapping.q for n in (1799, 1800)]
-    assert firsts == ["merge", "share"]
     other = tmp_path / "other" / "sm90.yaml"
     other.parent.mkdir()
     other.write_text(path.read_text().replace("q128k64/share", "q64k64/share"))
-    found = differences(ruled, load_table(other))
+    f = drawn(random.Random(0))._replace(
+        block_q=64, block_kv=64, head_dim=128, ragged=False, token_bits=False, slices=False,
+        dtype="bfloat16",
+    )  # fmt: skip
+    return load_table(path), load_table(other), f
+
+
+def test_tables_may_differ_by_rows_alone(tmp_path):
+    """Heads times tokens: buckets that no heads and tokens have are not among the differences."""
+    edges = "{tokens: [1000], heads: [10], rows: [9000]}"
+    table, other, f = crossing(tmp_path, edges, "rows", 9000)
+    five = f._replace(heads=5)
+    firsts = [table.lookup(five._replace(tokens=n)).ranking[0].mapping.q for n in (1799, 1800)]
+    assert firsts == ["merge", "share"]
+    found = differences(table, other)
     assert found
     for heads, tokens in ((1, 8999), (9, 999), (9, 1000), (10, 900), (10, 899), (3, 3000)):
         here = f._replace(heads=heads, tokens=tokens)
@@ -125,30 +133,14 @@ def test_tables_may_differ_by_rows_alone(tmp_path):
 
 def test_tables_may_differ_by_kept_keys_alone(tmp_path):
     """Density times tokens, rounded: buckets that no such numbers have are not among them."""
-    path = tmp_path / "sm90.yaml"
-    match = "{ragged: false, block_q: 64, block_kv: 64, head_dim: 128, dtype: bfloat16}"
-    path.write_text(
-        "schema: 1\narch: sm90\nprovenance: default\ndevice: null\ncatalog: null\nraw_data: null\n"
-        "reasons: A test.\nbase:\n  - attend_mma/q64k64/retain-pack/rows\n"
-        "  - attend_mma/q64k64/split-pack/rows\n  - attend_mma/q64k32/retain-pack/rows\n"
-        f"keys:\n  - match: {match}\n    why: few keys\n"
-        "    edges: {tokens: [1000], density: [0.5], kept_keys: [600]}\n    regimes:\n"
-        "      - when: {kept_keys: {below: 600}}\n"
-        "        plans: [attend_mma/q128k64/merge-pack/rows]\n"
-        "      - when: {kept_keys: {from: 600}}\n"
-        "        plans: [attend_mma/q128k64/share-pack/rows]\n"
-    )
-    table = load_table(path)
-    f = drawn(random.Random(0))._replace(
-        block_q=64, block_kv=64, head_dim=128, ragged=False, token_bits=False, slices=False,
-        dtype="bfloat16", tokens=2000,
-    )  # fmt: skip
-    plans = [table.lookup(f._replace(density=d)).ranking[0].mapping.q for d in (0.2997, 0.29975)]
-    assert plans == ["merge", "share"]
-    other = tmp_path / "other" / "sm90.yaml"
-    other.parent.mkdir()
-    other.write_text(path.read_text().replace("q128k64/share", "q64k64/share"))
-    found = differences(table, load_table(other))
+    edges = "{tokens: [1000], density: [0.5], kept_keys: [600]}"
+    table, other, f = crossing(tmp_path, edges, "kept_keys", 600)
+    many = f._replace(tokens=2000)
+    firsts = [
+        table.lookup(many._replace(density=d)).ranking[0].mapping.q for d in (0.2997, 0.29975)
+    ]
+    assert firsts == ["merge", "share"]
+    found = differences(table, other)
     for tokens, density in ((999, 0.5), (999, 0.7), (1000, 0.59), (1000, 0.6), (5000, 0.1)):
         here = f._replace(tokens=tokens, density=density)
         assert any(holds(one, here) for one in found) == (round(tokens * density) >= 600)

@@ -148,7 +148,7 @@ def test_the_best_plan_of_a_uniform_mask_is_eligible_for_the_planner(name):
 def inside(when):
     """Numbers of a request in a box of buckets: the first of many that are tried."""
     ends = dict(zip(AXES, when, strict=True))
-    sizes = [1, *{int(2 ** (i / 8)) for i in range(8, 8 * 20)}]
+    sizes = sorted({int(2 ** (i / 8)) for i in range(8 * 20)})
     shares = [i / 256 for i in range(257)]
 
     def of(axis, values):
