@@ -207,6 +207,7 @@ struct Cuts {
   int longest_part;
   int from;  // tiles of so many steps and more
 };
+inline constexpr Cuts kNoCuts{1, 0x7fffffff};
 
 // The length of parts that ends soonest where there is a CTA for each pair; see _one_round in
 // organization/organize.py. Each warp tries a length of its own.
@@ -214,16 +215,15 @@ template <int kWarps>
 __device__ __forceinline__ Cuts one_round(const TilesParams& p, TileScanStorage<kWarps>& shared,
                                           int share, int longest, int pairs) {
   static_assert(kWarps == 32, "one lane for each warp's length");
-  constexpr Cuts kNone{1, 0x7fffffff};
   constexpr int kSecond = 3;  // an eighth, a quarter, a half of a length
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   const int worth = longest - 2 * p.part_steps;
-  if (share > worth) return kNone;
+  if (share > worth) return kNoCuts;
   int length = share;
 #pragma unroll 1
   for (int i = 0; i < warp && length <= worth; ++i) length = next_edge(length);
-  int end = kNone.from;
+  int end = kNoCuts.from;
   if (length <= worth) {
     int of_cut = 0;
     int cut = 0;
@@ -262,7 +262,7 @@ __device__ __forceinline__ Cuts one_round(const TilesParams& p, TileScanStorage<
   }
   __syncthreads();
   const int soonest = __reduce_min_sync(kAllLanes, shared.ends[lane]);
-  if (soonest > worth) return kNone;
+  if (soonest > worth) return kNoCuts;
   const u32 as_soon = __ballot_sync(kAllLanes, shared.ends[lane] == soonest);
   const int best = shared.lengths[__ffs(as_soon) - 1];
   return {best, best + p.part_steps};
@@ -591,7 +591,8 @@ __device__ __forceinline__ void tile_scan(const TilesParams& p) {
     Cuts cuts{share, max(3 * share / 2 + 1, share + 2 * p.part_steps)};
     if (pairs <= p.capacity) {
       const int of_all = __reduce_max_sync(kAllLanes, shared.longest[lane]);
-      cuts = one_round<kWarps>(p, shared, share, of_all, pairs);
+      const Cuts found = one_round<kWarps>(p, shared, share, of_all, pairs);
+      if (p.ctas_per_sm == 1 || found.from != kNoCuts.from) cuts = found;
     }
     turns = order_turns<kRagged>(p, shared, cuts);
     fits = turns <= p.task_capacity;

@@ -111,6 +111,7 @@ struct TilesParams {
   i32 groups;       // of pairs; the last may be smaller
   i32 part_steps;   // of the shortest part of a tile
   i32 halves;       // 1: a tile's two blocks are its halves
+  i32 ctas_per_sm;  // of the attention kernel
   // What its name says.
   Divisor by_head_tiles;
   Divisor by_q_heads;

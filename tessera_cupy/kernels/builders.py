@@ -144,7 +144,7 @@ TILES_PARAMS = np.dtype(
         *[(name, np.int32) for name in ("q_block", "kv_block", "joined", "parts", "tile_rows")],
         *[(name, np.int32) for name in ("slot", "per_step", "share", "pairs", "q_heads")],
         *[(name, np.int32) for name in ("mask_batch", "mask_heads", "group_pairs", "capacity")],
-        *[(name, np.int32) for name in ("groups", "part_steps", "halves")],
+        *[(name, np.int32) for name in ("groups", "part_steps", "halves", "ctas_per_sm")],
         *[(f"by_{name}", np.uint64) for name in _DIVISORS],
         ("rows", _POINTER),
     ],
@@ -436,6 +436,7 @@ class TileBuild:
             "halves": self.halves,
             "group_pairs": group_pairs,
             "capacity": self.device.capacity,
+            "ctas_per_sm": self.device.ctas_per_sm,
             "groups": -(-self.pairs // group_pairs),
             "part_steps": min_part_steps(self.shape.kv),
         }

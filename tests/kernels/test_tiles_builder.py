@@ -600,10 +600,12 @@ def test_tiles_that_have_a_cta_each(run: Runner) -> None:
         long = rng.random(count) < rng.choice([0.03, 0.3, 1.0])
         lengths = np.where(long, rng.integers(0, 400, count), rng.integers(0, 40, count)).tolist()
         sms = int(heads * count * rng.choice([1.0, 1.1, 2.0, 4.0]))
+        per_sm = int(rng.choice([1, 3]))
+        device = DeviceModel(sms=-(-sms // per_sm), ctas_per_sm=per_sm, l2_bytes=1 << 20)
         request, blocks = of_lengths(lengths, sms)
-        tasks = check(run, replace(request, q_heads=int(heads)), blocks)
-        one_round += tasks.slots > 0 and len(tasks) <= sms
-        two_rounds += tasks.slots > 0 and len(tasks) > sms
+        tasks = check(run, replace(request, q_heads=int(heads), device=device), blocks)
+        one_round += tasks.slots > 0 and len(tasks) <= device.capacity
+        two_rounds += tasks.slots > 0 and len(tasks) > device.capacity
         whole += tasks.slots == 0
     assert min(one_round, two_rounds, whole) >= 5, (one_round, two_rounds, whole)
 

@@ -392,6 +392,16 @@ def test_parts_of_one_round_end_soonest(steps: list[int], sms: int, parts: list[
     assert np.bincount(tasks.task_tile).tolist() == parts
 
 
+@pytest.mark.parametrize(("sms", "per_sm", "parts"), [(12, 1, 1), (6, 2, 2)])
+def test_parts_of_a_share_keep_multiprocessors_of_several_ctas_busy(
+    sms: int, per_sm: int, parts: int
+) -> None:
+    # Halves of 20 for 12 CTAs: two wait, so that no CTA would be through sooner.
+    device = DeviceModel(sms=sms, ctas_per_sm=per_sm, l2_bytes=0)
+    tasks = call(of_steps([40] * 7), Organization(longest=True, split=True), device=device)
+    assert np.bincount(tasks.task_tile).tolist() == [parts] * 7
+
+
 @given(
     st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=24), min_size=1, max_size=2),
     st.integers(0, 40),
